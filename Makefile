@@ -1,0 +1,64 @@
+# Needs make, sh and a Python >= 3.12; everything else goes into a virtual environment in this folder.
+#
+#   make demo    run examples/decode_loop.py         ARGS="..." is handed on to the example
+#   make test    run the tests                       ARGS="-k router -x" is handed on to pytest
+#   make lint    ruff and mypy
+#   make clean   remove the environments and caches
+#
+#   PYTHON=/path/to/python   the Python to build on (found by itself otherwise)
+#   JAX=latest               in an environment of its own (.venv-latest) with the newest releases of
+#                            jax and everything else, in place of those that constraints.txt pins
+
+ARGS ?=
+JAX ?=
+PYTHON ?=
+export PYTHON
+export MAKECMDGOALS
+# What is set for another Python has no place in ours.
+unexport PYTHONHOME
+unexport PYTHONPATH
+
+EXTRAS := test,lint,examples,flax,checkpoints
+
+ifeq ($(JAX),)
+VENV := .venv
+PIP_OPTIONS := --constraint constraints.txt
+else ifeq ($(JAX),latest)
+VENV := .venv-latest
+PIP_OPTIONS :=
+else
+$(error JAX=$(JAX) is not known: leave it out for the jax that constraints.txt pins, or use JAX=latest)
+endif
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made
+TYPED := moe_pallas $(patsubst %/,%,$(dir $(firstword $(wildcard examples/*.py))))
+
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^#$$//; s/^# \{0,1\}//p; /^$$/q' Makefile
+
+demo: $(STAMP)
+	$(BIN)/python examples/decode_loop.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy $(TYPED)
+
+clean:
+	rm -rf .venv .venv-latest .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	find moe_pallas tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp says where and with which PYTHON the environment was made. It is void, and the environment
+# is made again, when its Python is gone, the folder was moved or copied, or another PYTHON is asked for.
+$(shell test -x $(BIN)/python && grep -sqxF 'in $(CURDIR)' $(STAMP) \
+    && { test -z '$(PYTHON)' || grep -sqxF 'with $(PYTHON)' $(STAMP); } || rm -f $(STAMP))
+
+$(STAMP): pyproject.toml constraints.txt .ci/venv.sh
+	@sh .ci/venv.sh $(VENV) $(EXTRAS) $(PIP_OPTIONS)
+	@printf 'in %s\nwith %s\n' '$(CURDIR)' '$(PYTHON)' > $@

@@ -1,0 +1,47 @@
+"""Settings of every test: eight CPU devices, strict dtype promotion, no time limit on an example."""
+
+from __future__ import annotations
+
+import os
+
+# Sharding is tested on any machine. XLA reads the flag once, when jax makes its first CPU device; a count
+# given from outside comes later in the line and so wins.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+
+import hypothesis
+import jax
+import jaxlib
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A new shape costs a compilation, which no time limit on one example can allow for.
+hypothesis.settings.register_profile("moe_pallas", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("moe_pallas")
+
+
+def _why_not_hopper() -> str | None:
+    """Why the tests marked gpu can't run here; None if they can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"needs an NVIDIA Hopper GPU: jax runs on {device.platform}"
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"needs an NVIDIA Hopper GPU (compute capability 9.0): {device.device_kind} has {capability}"
+    return None
+
+
+def pytest_report_header() -> str:
+    device = jax.devices()[0]
+    return (
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, numpy {np.__version__} on "
+        f"{jax.device_count()} × {device.device_kind}"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if why := _why_not_hopper():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=why))
