@@ -1,0 +1,31 @@
+"""Mixture-of-Experts layers for JAX on NVIDIA Hopper, and anywhere else."""
+
+from moe_pallas.errors import UnsupportedError
+from moe_pallas.experts import fused_experts, fused_moe
+from moe_pallas.layers import MoE, MoEAux
+from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.routing import Routing, load_balance_loss, route, router_z_loss
+from moe_pallas.spec import Activation, GateUp, GroupScore, MoESpec, Problem, Scoring, WeightOn
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "GateUp",
+    "GroupScore",
+    "MoE",
+    "MoEAux",
+    "MoESpec",
+    "Problem",
+    "Routing",
+    "Scoring",
+    "Selection",
+    "UnsupportedError",
+    "WeightOn",
+    "fused_experts",
+    "fused_moe",
+    "load_balance_loss",
+    "route",
+    "router_z_loss",
+    "select_backend",
+]

@@ -1,0 +1,20 @@
+"""The one exception class of our own; everything else is ValueError or TypeError."""
+
+from __future__ import annotations
+
+
+class UnsupportedError(NotImplementedError):
+    """A legal problem that the requested backend or loader can't do.
+
+    Args:
+      backend: What was asked, for example ``"xla"`` or ``"from_huggingface"``.
+      reason: Why it can't be done: what was got and what is needed.
+      hint: What would work instead.
+    """
+
+    def __init__(self, backend: str, reason: str, hint: str):
+        self.backend, self.reason, self.hint = backend, reason, hint
+        super().__init__(f"{backend}: {reason} What works: {hint}")
+
+    def __reduce__(self):
+        return type(self), (self.backend, self.reason, self.hint)

@@ -1,0 +1,215 @@
+"""The public operations: `fused_moe` from router logits, `fused_experts` from a routing of the caller's.
+
+Inputs are checked here, once, the same for every backend; padding is cut off here, so that backends see
+only real tokens and dropped ids; then the oracle is asked.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from moe_pallas import xla
+from moe_pallas.oracle import select_backend
+from moe_pallas.routing import Routing, check_router_inputs, drop_masked, route
+from moe_pallas.spec import MoESpec, Problem
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def fused_moe(
+    x: jax.Array,
+    router_logits: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    *,
+    spec: MoESpec,
+    b13: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    correction_bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    num_tokens: jax.Array | int | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """Route tokens and compute their experts: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
+
+    ``f_e(x) = activation(x @ w13[e].T + b13[e]) @ w2[e].T + b2[e]``; e and w as `route` chooses them.
+
+    Args:
+      x: (..., D) bfloat16 | float16 | float32. Token activations.
+      router_logits: (..., E) float. Router bias included. Best kept in float32.
+      w13: (E, 2F, D) in x's dtype; (E, F, D) if the activation is not gated. Row order: ``spec.gate_up``.
+      w2: (E, D, F) in x's dtype.
+      spec: The layer. Static.
+      b13: (E, 2F) float. Needed exactly when ``spec.expert_bias``, as is b2.
+      b2: (E, D) float.
+      correction_bias: (E,) float. Needed exactly when ``spec.correction_bias``.
+      mask: (...) bool, x's shape without D. False = padding: x and logits there are never read into any
+        value or gradient, whatever they hold, and the output is exactly 0.
+      num_tokens: () int. Instead of mask: the first so many tokens (in row-major order) are real. May be a
+        traced value, so that one compiled program serves every count.
+      backend: ``"auto"`` or a backend's name (see `select_backend`), which is then used or refused.
+
+    Returns:
+      (..., D) in x's dtype.
+
+    Raises:
+      ValueError: Shapes or options that disagree with ``spec`` or with each other.
+      TypeError: A dtype of the wrong class.
+      UnsupportedError: The explicitly requested backend can't do this problem.
+
+    Notes:
+      Products accumulate in float32; the activation's result is rounded to x's dtype between the two
+      products; the sum over experts is in float32, rounded once. Bitwise repeatable.
+
+    Example:
+      >>> import jax
+      >>> from moe_pallas import MoESpec, fused_moe
+      >>> spec = MoESpec(num_experts=4, top_k=2, hidden_size=8, intermediate_size=16)
+      >>> keys = jax.random.split(jax.random.key(0), 4)
+      >>> x, logits = jax.random.normal(keys[0], (3, 8)), jax.random.normal(keys[1], (3, 4))
+      >>> w13, w2 = jax.random.normal(keys[2], (4, 32, 8)), jax.random.normal(keys[3], (4, 8, 16))
+      >>> fused_moe(x, logits, w13, w2, spec=spec).shape
+      (3, 8)
+    """
+    check_router_inputs(router_logits, spec, correction_bias)
+    if router_logits.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"x has tokens of shape {x.shape[:-1]}, router_logits of shape {router_logits.shape[:-1]}; "
+            "need the same leading axes."
+        )
+    mask = token_mask(x, mask, num_tokens)
+    if mask is not None:
+        router_logits = jnp.where(mask[..., None], router_logits, 0)
+    routing = route(router_logits, spec, correction_bias=correction_bias)
+    return fused_experts(x, routing, w13, w2, spec=spec, b13=b13, b2=b2, mask=mask, backend=backend)
+
+
+def fused_experts(
+    x: jax.Array,
+    routing: Routing,
+    w13: jax.Array,
+    w2: jax.Array,
+    *,
+    spec: MoESpec,
+    b13: jax.Array | None = None,
+    b2: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    num_tokens: jax.Array | int | None = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """Compute the experts of a given routing: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
+
+    Args:
+      x: (..., D) bfloat16 | float16 | float32. Token activations.
+      routing: ``topk_ids`` (..., top_k) int32 and ``topk_weights`` (..., top_k) float. An id outside
+        [0, E) is dropped (-1 by convention): it adds nothing, and its weight gets no gradient. An id that a
+        token has twice counts twice.
+      w13, w2, spec, b13, b2, mask, num_tokens, backend: As in `fused_moe`.
+
+    Returns:
+      (..., D) in x's dtype; rows without any expert are exactly 0.
+
+    Raises:
+      ValueError, TypeError, UnsupportedError: As in `fused_moe`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import MoESpec, Routing, fused_experts
+      >>> spec = MoESpec(num_experts=4, top_k=2, hidden_size=8, intermediate_size=16)
+      >>> routing = Routing(jnp.array([[3, -1]]), jnp.array([[0.5, 0.5]]))
+      >>> y = fused_experts(jnp.ones((1, 8)), routing, jnp.ones((4, 32, 8)), jnp.ones((4, 8, 16)), spec=spec)
+      >>> y.shape
+      (1, 8)
+    """
+    _check_operands(x, w13, w2, b13, b2, spec)
+    _check_routing(x, routing, spec)
+    mask = token_mask(x, mask, num_tokens)
+    tokens = math.prod(x.shape[:-1])
+    select_backend(
+        Problem(spec=spec, num_tokens=tokens, dtype=x.dtype.name, weight_dtype=w13.dtype.name), backend
+    )
+    if tokens == 0:
+        return jnp.zeros(x.shape, x.dtype)
+    if mask is not None:
+        x, routing = jnp.where(mask[..., None], x, 0), drop_masked(routing, mask)
+    flat = Routing(*(leaf.reshape(tokens, spec.top_k) for leaf in routing))
+    y = xla.fused_experts(x.reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
+def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int | None) -> jax.Array | None:
+    """Check ``mask`` or ``num_tokens`` against x (..., D) and return a mask (...), or None for all real."""
+    lead = x.shape[:-1]
+    if mask is not None and num_tokens is not None:
+        raise ValueError("Give mask or num_tokens, not both: both say which tokens are real.")
+    if mask is not None:
+        if mask.dtype != jnp.bool_:
+            raise TypeError(f"mask is bool (True = real token); got {mask.dtype}. Use mask.astype(bool).")
+        if mask.shape != lead:
+            raise ValueError(f"mask has shape {mask.shape}; need x's shape without its last axis, {lead}.")
+        return mask
+    if num_tokens is None:
+        return None
+    tokens = math.prod(lead)
+    if isinstance(num_tokens, int) and not 0 <= num_tokens <= tokens:
+        raise ValueError(
+            f"num_tokens={num_tokens} is not in 0 … {tokens}, the number of tokens in x {x.shape}."
+        )
+    num_tokens = jnp.asarray(num_tokens)
+    if num_tokens.shape != () or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
+        raise TypeError(f"num_tokens is one integer; got shape {num_tokens.shape}, dtype {num_tokens.dtype}.")
+    return (jnp.arange(tokens) < num_tokens).reshape(lead)
+
+
+def _check_operands(
+    x: jax.Array, w13: jax.Array, w2: jax.Array, b13: jax.Array | None, b2: jax.Array | None, spec: MoESpec
+) -> None:
+    if x.dtype.name not in _DTYPES:
+        raise TypeError(f"x is {', '.join(_DTYPES)}; got {x.dtype}. Cast it: x.astype(jnp.bfloat16).")
+    if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
+        raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")
+    biases = {"b13": b13, "b2": b2}
+    for name, bias in biases.items():
+        if (bias is not None) != spec.expert_bias:
+            got = "was not given" if bias is None else "was given"
+            raise ValueError(
+                f"spec.expert_bias={spec.expert_bias}, but {name} {got}. Pass both biases, or none."
+            )
+    for name, array in {"w13": w13, "w2": w2, **biases}.items():
+        if array is None:
+            continue
+        if array.shape != spec.param_shapes[name]:
+            raise ValueError(
+                f"{name} has shape {array.shape}; need {spec.param_shapes[name]} "
+                f"({_AXES[name]}; the contraction axis is last, {'gated' if spec.gated else 'not gated'})."
+            )
+        if name in ("w13", "w2") and array.dtype != x.dtype:
+            raise TypeError(
+                f"{name} is {array.dtype}, x is {x.dtype}; need one dtype. Cast the weights once, at load: "
+                f"{name}.astype({x.dtype})."
+            )
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} is a float array; got {array.dtype}.")
+
+
+_AXES = {
+    "w13": "num_experts, gate and up rows, hidden_size",
+    "w2": "num_experts, hidden_size, intermediate_size",
+    "b13": "num_experts, gate and up rows",
+    "b2": "num_experts, hidden_size",
+}
+
+
+def _check_routing(x: jax.Array, routing: Routing, spec: MoESpec) -> None:
+    ids, weights = routing
+    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        raise TypeError(f"topk_ids are signed integers (-1 = dropped); got {ids.dtype}.")
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"topk_weights are floats; got {weights.dtype}.")
+    need = (*x.shape[:-1], spec.top_k)
+    for name, array in (("topk_ids", ids), ("topk_weights", weights)):
+        if array.shape != need:
+            raise ValueError(f"{name} has shape {array.shape}; need x's leading axes and top_k: {need}.")

@@ -1,0 +1,227 @@
+"""The MoE layer, Flax-style (init / apply) without importing Flax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_pallas.activations import activate
+from moe_pallas.experts import fused_moe, token_mask
+from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.routing import Routing, count_experts, drop_masked, load_balance_loss, route, router_z_loss
+from moe_pallas.spec import MoESpec, Problem
+
+Params = Mapping[str, jax.Array]
+Initializer = Callable[..., jax.Array]
+
+_BIASES = ("router_bias", "correction_bias", "b13", "b2")
+
+
+class MoEAux(NamedTuple):
+    """What a layer tells about its routing; padding and dropped slots are in none of it.
+
+    Attributes:
+      routing: `Routing` of every token (ids -1 and weights 0 at padding).
+      expert_loads: (E,) int32. Routed slots of each expert.
+      load_balance_loss: () float32. See `moe_pallas.routing.load_balance_loss`.
+      router_z_loss: () float32. See `moe_pallas.routing.router_z_loss`.
+    """
+
+    routing: Routing
+    expert_loads: jax.Array
+    load_balance_loss: jax.Array
+    router_z_loss: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """A Mixture-of-Experts layer: router, routed experts and, if the spec has one, a shared expert.
+
+    Holds no arrays: ``params = layer.init(key)``, ``y = layer.apply(params, x)``. Hashable, so it can be
+    a static argument of ``jax.jit``.
+
+    Args:
+      spec: The layer.
+      dtype: Dtype of the computation, bfloat16 | float16 | float32; None = x's. The router computes in
+        float32 in any case. Where ``params`` have another dtype they are cast in every call: for serving,
+        store them in the dtype of the computation.
+      param_dtype: Dtype in which `init` makes the parameters (correction_bias is always float32).
+      backend: ``"auto"`` or a backend's name, see `select_backend`.
+      kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for each
+        matrix by itself (each expert its own); biases start at 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from moe_pallas import MoE, MoESpec
+      >>> layer = MoE(MoESpec(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32))
+      >>> params = layer.init(jax.random.key(0))
+      >>> y, aux = layer.apply(params, jnp.ones((2, 5, 16)), return_aux=True)
+      >>> y.shape, int(aux.expert_loads.sum())
+      ((2, 5, 16), 20)
+    """
+
+    spec: MoESpec
+    _: dataclasses.KW_ONLY
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    backend: str = "auto"
+    kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        """Make random parameters.
+
+        Args:
+          key: A JAX random key.
+
+        Returns:
+          Name → array, shaped as ``spec.param_shapes``. One flat dict, contraction axis last.
+        """
+        shapes = self.spec.param_shapes
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        return {name: self.init_param(name, keys[name]) for name in shapes}
+
+    def init_param(self, name: str, key: jax.Array) -> jax.Array:
+        """Make one parameter of `init`'s dict."""
+        shape = self.spec.param_shapes[name]
+        if name in _BIASES:
+            return jnp.zeros(shape, jnp.float32 if name == "correction_bias" else self.param_dtype)
+        *experts, fan_out, fan_in = (1, *shape) if name == "shared_gate" else shape
+        make = lambda k: self.kernel_init(k, (fan_in, fan_out), self.param_dtype).T  # noqa: E731
+        if experts:
+            return jax.vmap(make)(jax.random.split(key, experts[0]))
+        return make(key).reshape(shape)
+
+    @overload
+    def apply(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        num_tokens: jax.Array | int | None = None,
+        return_aux: Literal[False] = False,
+    ) -> jax.Array: ...
+
+    @overload
+    def apply(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        num_tokens: jax.Array | int | None = None,
+        return_aux: Literal[True],
+    ) -> tuple[jax.Array, MoEAux]: ...
+
+    def apply(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        num_tokens: jax.Array | int | None = None,
+        return_aux: bool = False,
+    ) -> jax.Array | tuple[jax.Array, MoEAux]:
+        """Compute the layer.
+
+        Args:
+          params: As `init` makes them, or `moe_pallas.interop.from_huggingface`.
+          x: (..., D) bfloat16 | float16 | float32. Token activations.
+          mask: (...) bool. False = padding, see `fused_moe`.
+          num_tokens: () int. Instead of mask: the first so many tokens are real.
+          return_aux: Also return `MoEAux`.
+
+        Returns:
+          (..., D) in ``dtype``; exactly 0 at padding. With ``return_aux`` a pair of it and `MoEAux`.
+
+        Raises:
+          ValueError, TypeError, UnsupportedError: As `fused_moe`, or params that are not this layer's.
+        """
+        spec = self.spec
+        _check_params(params, spec)
+        _check_input(x, spec)
+        mask = token_mask(x, mask, num_tokens)
+        if mask is not None:
+            x = jnp.where(mask[..., None], x, 0)
+        dtype = x.dtype if self.dtype is None else self.dtype
+        cast = {name: params[name].astype(dtype) for name in params if name.startswith(("w", "shared"))}
+        with jax.named_scope("router"):
+            logits = _router_logits(params, x)
+        inputs = x.astype(dtype)
+        y = fused_moe(
+            inputs,
+            logits,
+            cast["w13"],
+            cast["w2"],
+            spec=spec,
+            b13=params.get("b13"),
+            b2=params.get("b2"),
+            correction_bias=params.get("correction_bias"),
+            mask=mask,
+            backend=self.backend,
+        )
+        if spec.shared_intermediate_size:
+            with jax.named_scope("shared_expert"):
+                shared = _shared_expert(cast, inputs, spec)
+                y = (y.astype(jnp.float32) + shared).astype(dtype)
+        return (y, self._aux(params, logits, mask)) if return_aux else y
+
+    def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16) -> Selection:
+        """Say which backend serves a call with ``num_tokens`` tokens (of ``dtype``, if the layer has none)."""
+        name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
+        return select_backend(Problem(spec=self.spec, num_tokens=num_tokens, dtype=name), self.backend)
+
+    def _aux(self, params: Params, logits: jax.Array, mask: jax.Array | None) -> MoEAux:
+        # Routed a second time: the fused path keeps its routing to itself. XLA merges the two where it can.
+        routing = route(logits, self.spec, correction_bias=params.get("correction_bias"))
+        if mask is not None:
+            routing = drop_masked(routing, mask)
+        return MoEAux(
+            routing,
+            count_experts(routing.topk_ids, self.spec.num_experts),
+            load_balance_loss(logits, routing, self.spec, mask=mask),
+            router_z_loss(logits, mask=mask),
+        )
+
+
+def _router_logits(params: Params, x: jax.Array) -> jax.Array:
+    logits = _matmul(x.astype(jnp.float32), params["router"].astype(jnp.float32))
+    bias = params.get("router_bias")
+    return logits if bias is None else logits + bias.astype(jnp.float32)
+
+
+def _shared_expert(params: Params, x: jax.Array, spec: MoESpec) -> jax.Array:
+    """(..., D) → (..., D) float32."""
+    h = activate(_matmul(x, params["shared_w13"]), spec).astype(x.dtype)
+    y = _matmul(h, params["shared_w2"])
+    if spec.shared_expert_gate:
+        y = y * jax.nn.sigmoid(_matmul(x, params["shared_gate"][None]))
+    return y
+
+
+def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """(..., K), (N, K) → (..., N) float32; float32 operands in full precision, also where TF32 is default."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum("...k,nk->...n", x, weights, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _check_params(params: Params, spec: MoESpec) -> None:
+    shapes = spec.param_shapes
+    missing, unknown = sorted(shapes.keys() - params.keys()), sorted(params.keys() - shapes.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"params are not this layer's: missing {missing}, not expected {unknown}; need {sorted(shapes)}."
+        )
+    for name, shape in shapes.items():
+        if params[name].shape != shape:
+            raise ValueError(f"params[{name!r}] has shape {params[name].shape}; need {shape}.")
+
+
+def _check_input(x: jax.Array, spec: MoESpec) -> None:
+    if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
+        raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")

@@ -1,0 +1,210 @@
+"""Routing: router logits (T, E) → `Routing`, and the losses that train a router.
+
+    logits --clean--> scores --(+ correction bias, groups)--> choice --top-k--> ids
+                         └-------------- at ids, renormalised, scaled --------> weights
+
+Rules that every backend follows (`route` states them): ties go to the lowest expert id, NaN counts as
+-inf, -inf excludes an expert, a row without any included expert has NaN weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_pallas.spec import GroupScore, MoESpec, Scoring
+
+_EPSILON = 1e-20  # added to the sum when renormalising: sigmoid scores may all underflow to 0
+_EXCLUDED_IN_GROUP = -1e30  # what an excluded expert adds to its group's score: finite, so that one
+# included expert still lifts its group above a group that has none
+
+
+class Routing(NamedTuple):
+    """Where each token goes, and with what weight.
+
+    Attributes:
+      topk_ids: (..., top_k) int32. Expert ids; outside [0, E) = dropped (-1 by convention).
+      topk_weights: (..., top_k) float32.
+    """
+
+    topk_ids: jax.Array
+    topk_weights: jax.Array
+
+
+def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None = None) -> Routing:
+    """Choose ``top_k`` experts for each token.
+
+    score = softmax(logits) or sigmoid(logits); choice = logits, or score + correction_bias where there is
+    one; ids = the top_k largest choices inside the best ``top_k_groups`` groups; weight = score at ids,
+    divided by (their sum + 1e-20) if ``renormalize``, times ``routed_scaling_factor``. With
+    SOFTMAX_AFTER_TOPK the choice is made on logits (+ correction_bias), and weight = softmax over the chosen
+    logits.
+
+    Args:
+      logits: (..., E) float. Router logits, router bias included. Computed with in float32.
+      spec: The layer.
+      correction_bias: (E,) float. Needed exactly when ``spec.correction_bias``.
+
+    Returns:
+      `Routing`, ids in descending order of choice.
+
+    Raises:
+      ValueError: Shapes that disagree with ``spec``, or a correction bias missing or not expected.
+      TypeError: Logits that are no floats.
+
+    Notes:
+      Ties go to the lowest expert id (groups: the lowest group). A NaN logit counts as -inf, +inf as the
+      largest finite float32. An expert with logit -inf is excluded: it is chosen only after all others
+      are, and then with weight 0. In a row that includes no expert all weights are NaN and ids are
+      0 … top_k - 1, so that the token's output is NaN and no other token's is.
+      Gradients flow through the weights; the choice has none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import MoESpec, route
+      >>> spec = MoESpec(num_experts=4, top_k=2, hidden_size=8, intermediate_size=8)
+      >>> route(jnp.array([[2.0, 1.0, 0.0, -1.0]]), spec).topk_ids.tolist()
+      [[0, 1]]
+    """
+    check_router_inputs(logits, spec, correction_bias)
+    logits = _clean(logits.astype(jnp.float32))
+    scores = logits if spec.scoring is Scoring.SOFTMAX_AFTER_TOPK else _scores(logits, spec)
+    choice = logits if correction_bias is None else scores + correction_bias.astype(jnp.float32)
+    choice = jnp.where(jnp.isneginf(logits), -jnp.inf, choice)
+    if spec.num_expert_groups > 1:
+        ranked = scores if correction_bias is None else choice
+        ranked = jnp.where(jnp.isneginf(logits), _EXCLUDED_IN_GROUP, ranked)
+        choice = jnp.where(_in_best_groups(ranked, spec), choice, -jnp.inf)
+    chosen, ids = lax.top_k(lax.stop_gradient(choice), spec.top_k)
+    weights = _weights(jnp.take_along_axis(scores, ids, axis=-1), chosen, spec)
+    some_included = jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
+    return Routing(ids.astype(jnp.int32), jnp.where(some_included, weights, jnp.nan))
+
+
+def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.Array | None) -> None:
+    """Raise the errors that `route` promises."""
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"Router logits are floats; got {logits.dtype}. Pass logits, not expert ids.")
+    if logits.ndim < 1 or logits.shape[-1] != spec.num_experts:
+        raise ValueError(
+            f"Router logits have shape {logits.shape}; need (..., num_experts) = (..., {spec.num_experts})."
+        )
+    if (correction_bias is not None) != spec.correction_bias:
+        got = "none was given" if correction_bias is None else "one was given"
+        raise ValueError(
+            f"spec.correction_bias={spec.correction_bias}, but {got}. Pass correction_bias (E,) exactly when "
+            "the spec has one."
+        )
+    if correction_bias is not None and correction_bias.shape != (spec.num_experts,):
+        raise ValueError(f"correction_bias has shape {correction_bias.shape}; need ({spec.num_experts},).")
+
+
+def drop_masked(routing: Routing, mask: jax.Array) -> Routing:
+    """Route masked tokens nowhere: ids -1, weights 0. ``mask``: (...) bool, True = real."""
+    return Routing(
+        jnp.where(mask[..., None], routing.topk_ids, -1),
+        jnp.where(mask[..., None], routing.topk_weights, 0.0),
+    )
+
+
+def load_balance_loss(
+    logits: jax.Array, routing: Routing, spec: MoESpec, *, mask: jax.Array | None = None
+) -> jax.Array:
+    """Auxiliary loss E · Σ_e f_e · P_e that is 1 for uniform routing and grows with imbalance.
+
+    f_e is the share of routed slots that expert e got (Σ f = 1 for any top_k; dropped slots don't count;
+    no gradient), P_e the mean over real tokens of the token's normalised score (softmax over all experts,
+    or sigmoid / (Σ sigmoid + 1e-20)).
+
+    Args:
+      logits: (..., E) float. Router logits, router bias included (not probabilities).
+      routing: What `route` made of them.
+      spec: The layer.
+      mask: (...) bool. True = real token; all real if None.
+
+    Returns:
+      () float32; 0 if there is no real token.
+
+    References:
+      Fedus et al., "Switch Transformers", 2021, eq. 4 (there with top_k = 1).
+    """
+    logits, mask = _real_logits(logits, mask)
+    ids = jnp.where(mask[..., None], routing.topk_ids, -1)
+    counts = count_experts(ids, spec.num_experts).astype(jnp.float32)
+    share = counts / jnp.maximum(counts.sum(), 1.0)
+    scores = _scores(_clean(logits), spec)
+    if spec.scoring is Scoring.SIGMOID:
+        scores = scores / (scores.sum(-1, keepdims=True) + _EPSILON)
+    return spec.num_experts * jnp.sum(share * _mean_over_tokens(scores, mask))
+
+
+def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """Mean over real tokens of logsumexp(logits)², which keeps logits small.
+
+    Args:
+      logits: (..., E) float. Router logits.
+      mask: (...) bool. True = real token; all real if None.
+
+    Returns:
+      () float32; 0 if there is no real token.
+
+    References:
+      Zoph et al., "ST-MoE", 2022, eq. 5.
+    """
+    logits, mask = _real_logits(logits, mask)
+    return _mean_over_tokens(jnp.square(jax.nn.logsumexp(_clean(logits), axis=-1, keepdims=True)), mask)[0]
+
+
+def count_experts(topk_ids: jax.Array, num_experts: int) -> jax.Array:
+    """Count the slots of each expert: (...) int32 ids → (E,) int32; ids outside [0, E) don't count."""
+    ids = topk_ids.reshape(-1)
+    ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def _clean(logits: jax.Array) -> jax.Array:
+    finite_max = float(jnp.finfo(jnp.float32).max)
+    return jnp.where(jnp.isnan(logits), -jnp.inf, jnp.minimum(logits, finite_max))
+
+
+def _scores(logits: jax.Array, spec: MoESpec) -> jax.Array:
+    if spec.scoring is Scoring.SIGMOID:
+        return jax.nn.sigmoid(logits)
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _in_best_groups(ranked: jax.Array, spec: MoESpec) -> jax.Array:
+    """(..., E) ranks → (..., E) bool: is the expert in one of the ``top_k_groups`` best groups?"""
+    groups, size = spec.num_expert_groups, spec.num_experts // spec.num_expert_groups
+    by_group = lax.stop_gradient(ranked).reshape(*ranked.shape[:-1], groups, size)
+    best = lax.top_k(by_group, 1 if spec.group_score is GroupScore.MAX else min(2, size))[0].sum(-1)
+    _, kept = lax.top_k(best, spec.top_k_groups)
+    is_kept = (kept[..., None] == jnp.arange(groups)).any(-2)
+    return jnp.repeat(is_kept, size, axis=-1)
+
+
+def _weights(at_ids: jax.Array, chosen: jax.Array, spec: MoESpec) -> jax.Array:
+    """Turn the chosen experts' scores (or logits) into weights; ``chosen`` is -inf where none was left."""
+    if spec.scoring is Scoring.SOFTMAX_AFTER_TOPK:
+        weights = jax.nn.softmax(jnp.where(jnp.isneginf(chosen), -jnp.inf, at_ids), axis=-1)
+    else:
+        weights = jnp.where(jnp.isneginf(chosen), 0.0, at_ids)
+        if spec.renormalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + _EPSILON)
+    return weights * spec.routed_scaling_factor
+
+
+def _real_logits(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Float32 logits with masked rows zeroed, so that neither their values nor their gradients are seen."""
+    if mask is None:
+        mask = jnp.ones(logits.shape[:-1], bool)
+    return jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0), mask
+
+
+def _mean_over_tokens(values: jax.Array, mask: jax.Array) -> jax.Array:
+    """(..., N) → (N,): mean over the real tokens."""
+    total = jnp.where(mask[..., None], values, 0.0).reshape(-1, values.shape[-1]).sum(0)
+    return total / jnp.maximum(mask.sum().astype(jnp.float32), 1.0)

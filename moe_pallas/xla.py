@@ -1,0 +1,269 @@
+"""The portable backend: grouped matrix products in plain XLA, for CPU, TPU and any GPU.
+
+    rows    = x[token of row]                     (R, D)   gathered, sorted by expert
+    a       = rows @ w13[e].T (+ b13[e])          (R, 2F)  float32
+    h       = activation(a)                       (R, F)   in x's dtype
+    y_row   = h @ w2[e].T (+ b2[e])               (R, D)   float32
+    y       = Σ_k weight_k · y_row[row of (t, k)] (T, D)   float32, in slot order
+
+What it costs: on a CPU the grouped product walks over blocks of one expert's rows, so work and memory are
+those of the routed rows: temporary memory O(R · (D + 2F)), nothing of size R × E. On other platforms it is
+`jax.lax.ragged_dot_general`. **On NVIDIA GPUs XLA computes that densely**: every row times every expert's
+weights, masked, E times the work and buffers of E × R × max(D, 2F); right, but no way to serve.
+`moe_pallas` keeps it there as a fallback and second opinion, not as a fast path.
+
+Sums over experts run in a fixed order without scatter-adds, in the backward pass too, so results are
+bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_pallas.activations import activate
+from moe_pallas.plan import Plan, make_plan
+from moe_pallas.routing import Routing
+from moe_pallas.spec import MoESpec, WeightOn
+
+_MIN_BLOCK, _MAX_BLOCK = 8, 128  # rows; measured on a 2-core CPU, BUILD_NOTES "Measured facts"
+
+
+def fused_experts(
+    x: jax.Array,
+    routing: Routing,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+) -> jax.Array:
+    """Compute the routed experts of checked inputs.
+
+    Args:
+      x: (T, D). Rows that are routed nowhere are never read into a result.
+      routing: ids (T, top_k) and weights (T, top_k).
+      w13: (E, 2F, D) in x's dtype.
+      w2: (E, D, F) in x's dtype.
+      b13: (E, 2F) or None.
+      b2: (E, D) or None.
+      spec: The layer.
+
+    Returns:
+      (T, D) float32.
+    """
+    plan = make_plan(routing.topk_ids, spec.num_experts)
+    is_live = jnp.arange(plan.slot_of_row.size) < plan.group_offsets[-1]
+    is_valid = (routing.topk_ids >= 0) & (routing.topk_ids < spec.num_experts)
+    weights = jnp.where(is_valid, routing.topk_weights.astype(jnp.float32), 0.0)  # (T, top_k)
+    expert_of_row = jnp.where(is_live, routing.topk_ids.reshape(-1)[plan.slot_of_row], 0)
+
+    with jax.named_scope("dispatch"):
+        rows = jnp.where(is_live[:, None], _dispatch(x, plan, spec.top_k), 0)
+        if spec.weight_on is WeightOn.INPUT:
+            row_weights = weights.reshape(-1)[plan.slot_of_row]
+            rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(x.dtype)
+    with jax.named_scope("w13"):
+        a = grouped_matmul(rows, w13, plan.group_sizes)
+        if b13 is not None:
+            a = a + b13.astype(jnp.float32)[expert_of_row]
+        h = activate(a, spec).astype(x.dtype)
+    with jax.named_scope("w2"):
+        y = grouped_matmul(h, w2, plan.group_sizes)
+        if b2 is not None:
+            y = y + b2.astype(jnp.float32)[expert_of_row]
+    with jax.named_scope("combine"):
+        slots = _collect(jnp.where(is_live[:, None], y, 0.0), plan).reshape(*weights.shape, -1)
+        # Multiply and add instead of a dot: XLA may run a float32 dot in TF32 on a GPU.
+        scale = weights if spec.weight_on is WeightOn.OUTPUT else is_valid.astype(jnp.float32)
+        return jnp.where(is_valid[..., None], slots * scale[..., None], 0.0).sum(1)
+
+
+@jax.custom_vjp
+def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiply each group of rows by its own matrix: ``out[r] = rows[r] @ weights[group of r].T``.
+
+    Args:
+      rows: (R, K). Sorted by group; rows past the groups must not matter to anybody.
+      weights: (G, N, K) in rows' dtype.
+      group_sizes: (G,) int32, with a sum of at most R.
+
+    Returns:
+      (R, N) float32, accumulated in float32; 0 in rows past the groups.
+
+    Notes:
+      Reverse-mode gradients only. Cotangents come in the operands' dtype; the incoming one is rounded to
+      it before the two backward products. Weights of empty groups get exactly 0.
+    """
+    return _rows_by_group(rows, weights, group_sizes, contract=2)
+
+
+def _grouped_matmul_fwd(
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
+
+
+def _grouped_matmul_bwd(
+    residuals: tuple[jax.Array, jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, group_sizes = residuals
+    d_out = d_out.astype(weights.dtype)
+    d_rows = _rows_by_group(d_out, weights, group_sizes, contract=1)
+    d_weights = _weights_by_group(d_out, rows, group_sizes)
+    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype), None
+
+
+grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+
+
+def _precision(dtype: jnp.dtype) -> lax.Precision:
+    # A GPU's default for float32 is TF32, which keeps 10 bits.
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _rows_by_group(
+    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, contract: int
+) -> jax.Array:
+    """(R, K), (G, N, K) or (G, K, N) with K on axis ``contract`` → (R, N) float32."""
+    if rows.shape[0] == 0:
+        return jnp.zeros((0, weights.shape[3 - contract]), jnp.float32)
+    precision = _precision(rows.dtype)
+
+    @jax.custom_batching.sequential_vmap
+    def blocked(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        block = _block_rows(rows.shape[0], group_sizes.shape[0])
+        tiles = _Tiles(group_sizes, block)
+        padded = jnp.pad(rows, ((0, block), (0, 0)))
+
+        def step(tile: jax.Array, out: jax.Array) -> jax.Array:
+            group, start, _ = tiles.locate(tile)
+            operand = lax.dynamic_slice_in_dim(padded, start, block)
+            matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
+            product = lax.dot_general(
+                operand,
+                matrix,
+                (((1,), (contract - 1,)), ((), ())),
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
+            return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+
+        shape = (padded.shape[0], weights.shape[3 - contract])
+        out = lax.fori_loop(0, tiles.count, step, jnp.zeros(shape, jnp.float32))[: rows.shape[0]]
+        return jnp.where((jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None], out, 0.0)
+
+    def ragged(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        dims = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((1,), (contract,)), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[0],
+        )
+        out = lax.ragged_dot_general(
+            rows, weights, group_sizes, dims, precision=precision, preferred_element_type=jnp.float32
+        )
+        return jnp.where((jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None], out, 0.0)
+
+    return lax.platform_dependent(rows, weights, group_sizes, cpu=blocked, default=ragged)
+
+
+def _weights_by_group(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """(R, N), (R, K) → (G, N, K) float32: ``Σ_r d_out[r]ᵀ rows[r]`` over each group's rows."""
+    num_groups, n, k = group_sizes.shape[0], d_out.shape[1], rows.shape[1]
+    if rows.shape[0] == 0:
+        return jnp.zeros((num_groups, n, k), jnp.float32)
+    precision = _precision(rows.dtype)
+
+    @jax.custom_batching.sequential_vmap
+    def blocked(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        block = _block_rows(rows.shape[0], num_groups)
+        tiles = _Tiles(group_sizes, block)
+        d_out, rows = (jnp.pad(v, ((0, block), (0, 0))) for v in (d_out, rows))
+
+        def step(tile: jax.Array, out: jax.Array) -> jax.Array:
+            group, start, end = tiles.locate(tile)
+            mine = (start + jnp.arange(block) < end)[:, None]
+            left, right = (
+                jnp.where(mine, lax.dynamic_slice_in_dim(v, start, block), 0) for v in (d_out, rows)
+            )
+            product = lax.dot_general(
+                left, right, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+            )
+            total = lax.dynamic_index_in_dim(out, group, keepdims=False) + product
+            return lax.dynamic_update_index_in_dim(out, total, group, 0)
+
+        return lax.fori_loop(0, tiles.count, step, jnp.zeros((num_groups, n, k), jnp.float32))
+
+    def ragged(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        dims = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        return lax.ragged_dot_general(
+            d_out, rows, group_sizes, dims, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    return lax.platform_dependent(d_out, rows, group_sizes, cpu=blocked, default=ragged)
+
+
+class _Tiles:
+    """The walk over blocks of rows: each tile starts inside one group, tiles in the order of their rows."""
+
+    def __init__(self, group_sizes: jax.Array, block: int):
+        self._tiles = -(-group_sizes // block)
+        self._tile_ends = jnp.cumsum(self._tiles, dtype=jnp.int32)
+        self._row_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+        self._sizes, self._block = group_sizes, block
+        self.count = self._tile_ends[-1]
+
+    def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the tile's group, its first row and the end of the group's rows."""
+        group = jnp.searchsorted(self._tile_ends, tile, side="right")
+        nth = tile - (self._tile_ends[group] - self._tiles[group])
+        start = self._row_ends[group] - self._sizes[group] + nth * self._block
+        return group, start, self._row_ends[group]
+
+
+def _block_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a block: about one group's share, a power of two."""
+    share = -(-num_rows // num_groups)
+    return min(max(1 << (share - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dispatch(x: jax.Array, plan: Plan, top_k: int) -> jax.Array:
+    """(T, D) → (R, D): the token of each row."""
+    return x[plan.slot_of_row // top_k]
+
+
+def _dispatch_fwd(x: jax.Array, plan: Plan, top_k: int) -> tuple[jax.Array, Plan]:
+    return _dispatch(x, plan, top_k), plan
+
+
+def _dispatch_bwd(top_k: int, plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    # A token's rows are fetched and summed in slot order: no scatter-add.
+    d_slots = d_rows[plan.row_of_slot].reshape(-1, top_k, d_rows.shape[-1])
+    return d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@jax.custom_vjp
+def _collect(y: jax.Array, plan: Plan) -> jax.Array:
+    """(R, D) rows → (R, D) slots: undo the sort."""
+    return y[plan.row_of_slot]
+
+
+def _collect_fwd(y: jax.Array, plan: Plan) -> tuple[jax.Array, Plan]:
+    return _collect(y, plan), plan
+
+
+def _collect_bwd(plan: Plan, d_slots: jax.Array) -> tuple[jax.Array, None]:
+    return d_slots[plan.slot_of_row], None
+
+
+_collect.defvjp(_collect_fwd, _collect_bwd)
