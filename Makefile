@@ -37,7 +37,7 @@ TYPED := moe_pallas $(patsubst %/,%,$(dir $(firstword $(wildcard examples/*.py))
 .PHONY: help demo test lint clean
 
 help:
-	@sed -n 's/^#$$//; s/^# \{0,1\}//p; /^$$/q' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(STAMP)
 	$(BIN)/python examples/decode_loop.py $(ARGS)

@@ -96,7 +96,7 @@ else
 fi
 
 extras="$extras$(cuda_extra)"
-echo "moe_pallas: making $folder with $python and installing .[$extras] (some minutes the first time)"
+echo "moe_pallas: making $folder with $python and installing .[$extras] (once, a minute or so)"
 "$python" -m venv --clear "$folder"
 # The pip that comes with a Python may be years old.
 "$folder/bin/python" -m pip install --quiet --upgrade "$@" pip

@@ -57,7 +57,7 @@ def test_package_says_that_it_is_typed() -> None:
     assert (ROOT / "moe_pallas/py.typed").is_file()
 
 
-def fake_python(folder: Path, name: str, script: str) -> Path:
+def fake_program(folder: Path, name: str, script: str) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
@@ -88,10 +88,10 @@ GOOD = 'if [ "$1" = "-" ]; then exit 0; fi; echo "used: $*"; exit 7'
 
 
 def test_search_passes_over_pythons_that_fail_or_are_old(tmp_path: Path) -> None:
-    fake_python(tmp_path / "shims", "python3.12", FAILING_SHIM)
-    fake_python(tmp_path / "shims", "python3", TOO_OLD)
-    fake_python(tmp_path / "system", "python3", GOOD)
-    fake_python(tmp_path / "system", "python3.13", FAILING_SHIM)
+    fake_program(tmp_path / "shims", "python3.12", FAILING_SHIM)
+    fake_program(tmp_path / "shims", "python3", TOO_OLD)
+    fake_program(tmp_path / "system", "python3", GOOD)
+    fake_program(tmp_path / "system", "python3.13", FAILING_SHIM)
     done = make_environment(tmp_path, [tmp_path / "shims", tmp_path / "system"])
     assert done.returncode == 7
     assert f"with {tmp_path}/system/python3 " in done.stdout
@@ -100,13 +100,13 @@ def test_search_passes_over_pythons_that_fail_or_are_old(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["python3.12", "python3", "python3.13", "python3.14"])
 def test_search_knows_the_name(tmp_path: Path, name: str) -> None:
-    good = fake_python(tmp_path / "bin", name, GOOD)
+    good = fake_program(tmp_path / "bin", name, GOOD)
     assert f"with {good} " in make_environment(tmp_path, [tmp_path / "bin"]).stdout
 
 
 def test_search_explains_what_it_tried(tmp_path: Path) -> None:
-    shim = fake_python(tmp_path / "bin", "python3.12", FAILING_SHIM)
-    old = fake_python(tmp_path / "bin", "python3", TOO_OLD)
+    shim = fake_program(tmp_path / "bin", "python3.12", FAILING_SHIM)
+    old = fake_program(tmp_path / "bin", "python3", TOO_OLD)
     done = make_environment(tmp_path, [tmp_path / "bin"])
     assert done.returncode == 1
     assert f"{shim} does not run" in done.stderr
@@ -120,15 +120,34 @@ def test_search_explains_an_empty_path(tmp_path: Path) -> None:
     assert "there is no python3.12, python3, python3.13 or python3.14 on the PATH" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("nvidia_smi", "extras"),
+    [
+        ("echo 580.159.04; echo 580.159.04", "[test,cuda]"),
+        ("echo 1000.1", "[test,cuda]"),
+        ("echo 575.57.08", "[test]"),
+        ("echo 'NVIDIA-SMI has failed because there is no driver'; exit 9", "[test]"),
+        ("echo 'No devices were found'; exit 6", "[test]"),
+        ("exit 1", "[test]"),
+    ],
+)
+def test_cuda_is_installed_where_the_driver_can_run_it(tmp_path: Path, nvidia_smi: str, extras: str) -> None:
+    fake_program(tmp_path / "bin", "python3.12", GOOD)
+    fake_program(tmp_path / "bin", "nvidia-smi", nvidia_smi)
+    done = make_environment(tmp_path, [tmp_path / "bin"])
+    assert f"installing .{extras} " in done.stdout
+    assert ("575.57.08 is too old for CUDA 13" in done.stderr) == ("575" in nvidia_smi)
+
+
 def test_explicit_python_is_used_or_refused(tmp_path: Path) -> None:
-    fake_python(tmp_path / "bin", "python3.12", GOOD)
-    other = fake_python(tmp_path / "elsewhere", "mine", GOOD)
+    fake_program(tmp_path / "bin", "python3.12", GOOD)
+    other = fake_program(tmp_path / "elsewhere", "mine", GOOD)
     assert f"with {other} " in make_environment(tmp_path, [tmp_path / "bin"], str(other)).stdout
 
 
 def test_explicit_python_that_is_too_old_is_not_replaced(tmp_path: Path) -> None:
-    fake_python(tmp_path / "bin", "python3.12", GOOD)
-    old = fake_python(tmp_path / "elsewhere", "mine", TOO_OLD)
+    fake_program(tmp_path / "bin", "python3.12", GOOD)
+    old = fake_program(tmp_path / "elsewhere", "mine", TOO_OLD)
     done = make_environment(tmp_path, [tmp_path / "bin"], str(old))
     assert done.returncode == 1
     assert f"{old} is Python 3.11" in done.stderr
