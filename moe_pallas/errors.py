@@ -12,9 +12,9 @@ class UnsupportedError(NotImplementedError):
       hint: What would work instead.
     """
 
-    def __init__(self, backend: str, reason: str, hint: str):
+    def __init__(self, backend: str, reason: str, hint: str) -> None:
         self.backend, self.reason, self.hint = backend, reason, hint
         super().__init__(f"{backend}: {reason} What works: {hint}")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[str, str, str]]:
         return type(self), (self.backend, self.reason, self.hint)

@@ -135,8 +135,8 @@ def fused_experts(
         return jnp.zeros(x.shape, x.dtype)
     if mask is not None:
         x, routing = jnp.where(mask[..., None], x, 0), drop_masked(routing, mask)
-    flat = Routing(*(leaf.reshape(tokens, spec.top_k) for leaf in routing))
-    y = xla.fused_experts(x.reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
+    flat = Routing(*(jnp.asarray(leaf).reshape(tokens, spec.top_k) for leaf in routing))
+    y = xla.fused_experts(jnp.asarray(x).reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
     return y.astype(x.dtype).reshape(x.shape)
 
 

@@ -43,6 +43,7 @@ def make_plan(topk_ids: jax.Array, num_experts: int) -> Plan:
 
     Example:
       >>> import jax.numpy as jnp
+      >>> from moe_pallas.plan import make_plan
       >>> make_plan(jnp.array([[2, 0], [-1, 2]]), 3).group_sizes.tolist()
       [1, 0, 2]
     """

@@ -46,6 +46,7 @@ class Activation(_Choice):
 
     @property
     def gated(self) -> bool:
+        """Whether it has a gate and an up branch."""
         return self in (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH)
 
 

@@ -69,12 +69,12 @@ def fused_experts(
     with jax.named_scope("w13"):
         a = grouped_matmul(rows, w13, plan.group_sizes)
         if b13 is not None:
-            a = a + b13.astype(jnp.float32)[expert_of_row]
+            a = a + jnp.asarray(b13, jnp.float32)[expert_of_row]
         h = activate(a, spec).astype(x.dtype)
     with jax.named_scope("w2"):
         y = grouped_matmul(h, w2, plan.group_sizes)
         if b2 is not None:
-            y = y + b2.astype(jnp.float32)[expert_of_row]
+            y = y + jnp.asarray(b2, jnp.float32)[expert_of_row]
     with jax.named_scope("combine"):
         slots = _collect(jnp.where(is_live[:, None], y, 0.0), plan).reshape(*weights.shape, -1)
         # Multiply and add instead of a dot: XLA may run a float32 dot in TF32 on a GPU.

@@ -1,0 +1,142 @@
+"""Random problems and comparison with the float64 truth: for this project's tests and benchmarks, and yours.
+
+Everything here is NumPy, so that inputs are the same on every device and backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from moe_pallas.spec import MoESpec
+
+LOADS = ("uniform", "zipf", "one_hot")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Bounds on the error of a layer's output, relative to the RMS of the row it stands in.
+
+    Attributes:
+      max: On any element.
+      rms: On the RMS over all elements.
+    """
+
+    max: float
+    rms: float
+
+
+# An output of dtype with unit roundoff u has two roundings of that size on its way: the activation's result
+# and the output itself. Each is uniform within ±u of its value, so the RMS error is about
+# sqrt(2/3) · u (u = 2**-9, 2**-12): 1.6e-3 in bfloat16, 2e-4 in float16. The largest of 1e6 elements is 5 times
+# its row's RMS, so its own rounding alone is up to 5 u = 1e-2 and 1.2e-3. The bounds are about twice that.
+# float32: u = 2**-24, and sums of K terms in any order, K up to 16384: sqrt(K) · u = 8e-6.
+TOLERANCES = {
+    "bfloat16": Tolerance(max=2e-2, rms=3e-3),
+    "float16": Tolerance(max=2.5e-3, rms=4e-4),
+    "float32": Tolerance(max=5e-5, rms=1e-5),
+}
+
+
+def assert_close(actual: Any, expected: Any, *, dtype: str = "", context: str = "") -> None:
+    """Raise AssertionError unless ``actual`` is as close to the float64 truth as its dtype allows.
+
+    Args:
+      actual: (..., D) array of any float dtype, of any array library.
+      expected: (..., D) array: the truth.
+      dtype: Row of `TOLERANCES`; the dtype of ``actual`` if empty.
+      context: Printed with a failure: spec, seed, configuration.
+
+    Notes:
+      Each element is measured against the RMS of its row in ``expected``, so a single bad row, column or
+      element among millions is seen. Rows of zeros must be exactly zero; NaN must stand where NaN is
+      expected, and nowhere else.
+    """
+    got = np.asarray(actual)
+    dtype = dtype or got.dtype.name
+    got, want = got.astype(np.float64), np.asarray(expected).astype(np.float64)
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {got.shape}, expected {want.shape}. {context}")
+    if got.size == 0:
+        return
+    both_nan = np.isnan(got) & np.isnan(want)
+    difference = np.where(both_nan, 0.0, got - want)
+    with np.errstate(invalid="ignore"):
+        row_rms = np.sqrt(np.mean(np.square(np.where(np.isnan(want), 0.0, want)), axis=-1, keepdims=True))
+    scaled = np.where(
+        difference == 0, 0.0, difference / np.where(row_rms == 0, np.finfo(float).tiny, row_rms)
+    )
+    tolerance = TOLERANCES[dtype]
+    bad = ~(np.abs(scaled) <= tolerance.max)  # NaN is bad
+    rms = float(np.sqrt(np.mean(np.square(scaled))))
+    if bad.any() or not rms <= tolerance.rms:
+        first = ", ".join(
+            f"{tuple(map(int, at))}: {got[tuple(at)]} for {want[tuple(at)]}" for at in np.argwhere(bad)[:5]
+        )
+        raise AssertionError(
+            f"{int(bad.sum())} of {got.size} elements off by more than {tolerance.max:g} of their row's RMS "
+            f"(worst {np.nanmax(np.abs(scaled)):.3g}; RMS {rms:.3g}, allowed {tolerance.rms:g}) in {dtype}. "
+            f"First: {first or 'none'}. {context}"
+        )
+
+
+def random_logits(num_tokens: int, num_experts: int, *, load: str = "uniform", seed: int = 0) -> np.ndarray:
+    """Make router logits whose top-k gives a certain expert load.
+
+    Args:
+      num_tokens: T.
+      num_experts: E.
+      load: ``"uniform"``: every set of experts equally likely. ``"zipf"``: the expert of rank r is drawn with
+        probability ∝ 1 / r, ranks shuffled. ``"one_hot"``: all tokens agree on one order of experts.
+      seed: Of the random generator.
+
+    Returns:
+      (T, E) float32.
+    """
+    rng = np.random.default_rng([seed, 1])
+    if load not in LOADS:
+        raise ValueError(f"load is one of {', '.join(map(repr, LOADS))}; got {load!r}.")
+    ranks = rng.permutation(num_experts)
+    # The top k of log p + Gumbel noise are k draws from p without replacement.
+    noise = rng.gumbel(size=(num_tokens, num_experts))
+    match load:
+        case "uniform":
+            logits = noise
+        case "zipf":
+            logits = noise - np.log(ranks + 1.0)
+        case "one_hot":
+            logits = np.broadcast_to(-0.25 * ranks, noise.shape) + 1e-3 * rng.uniform(size=noise.shape)
+    return logits.astype(np.float32)
+
+
+def random_params(spec: MoESpec, *, dtype: str = "float32", seed: int = 0) -> dict[str, np.ndarray]:
+    """Make random parameters, shaped as ``spec.param_shapes``.
+
+    Matrices are N(0, 1/fan_in), so that unit-variance tokens give unit-variance pre-activations, which is
+    where activations are curved; biases are N(0, 1/4).
+
+    Args:
+      spec: The layer.
+      dtype: Of all but correction_bias, which is float32.
+      seed: Of the random generator.
+    """
+    rng = np.random.default_rng([seed, 2])
+    params = {}
+    for name, shape in spec.param_shapes.items():
+        scale = 0.5 if name in ("b13", "b2", "router_bias", "correction_bias") else shape[-1] ** -0.5
+        values = scale * rng.standard_normal(shape)
+        params[name] = values.astype(np.float32 if name == "correction_bias" else _numpy_dtype(dtype))
+    return params
+
+
+def random_tokens(spec: MoESpec, num_tokens: int, *, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    """Make (T, D) tokens, N(0, 1)."""
+    rng = np.random.default_rng([seed, 3])
+    return rng.standard_normal((num_tokens, spec.hidden_size)).astype(_numpy_dtype(dtype))
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
