@@ -444,6 +444,10 @@ class TestGroups:
         options: dict[str, Any] = {"num_expert_groups": 2, "top_k_groups": 1, "group_score": "max"}
         assert route_row([9.0, 0.0, 1.0, 1.0], **options)[0] == [0, 1]
         assert route_row([np.nan, 0.0, 1.0, 1.0], **options)[0] == [2, 3]
+        # Nor by a bias: of sigmoids group 0 has 1/2 without expert 0, group 1 has 3/4.
+        bias = [2.0, 0.0, 0.0, 0.0]
+        assert route_row([0.0, 0.0, LN3, 0.0], bias, scoring="sigmoid", **options)[0] == [0, 1]
+        assert route_row([np.nan, 0.0, LN3, 0.0], bias, scoring="sigmoid", **options)[0] == [2, 3]
 
 
 class TestExperts:
