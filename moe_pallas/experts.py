@@ -107,7 +107,14 @@ def fused_experts(
       routing: ``topk_ids`` (..., top_k) int32 and ``topk_weights`` (..., top_k) float. An id outside
         [0, E) is dropped (-1 by convention): it adds nothing, and its weight gets no gradient. An id that a
         token has twice counts twice.
-      w13, w2, spec, b13, b2, mask, num_tokens, backend: As in `fused_moe`.
+      w13: (E, 2F, D) in x's dtype, as in `fused_moe`.
+      w2: (E, D, F) in x's dtype.
+      spec: The layer. Static.
+      b13: (E, 2F) float, exactly when ``spec.expert_bias``.
+      b2: (E, D) float, exactly when ``spec.expert_bias``.
+      mask: (...) bool. False = padding, as in `fused_moe`.
+      num_tokens: () int. Instead of mask: the first so many tokens are real.
+      backend: ``"auto"`` or a backend's name.
 
     Returns:
       (..., D) in x's dtype; rows without any expert are exactly 0.

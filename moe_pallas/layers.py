@@ -19,6 +19,7 @@ from moe_pallas.spec import MoESpec, Problem
 Params = Mapping[str, jax.Array]
 Initializer = Callable[..., jax.Array]
 
+_LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _BIASES = ("router_bias", "correction_bias", "b13", "b2")
 
 
@@ -52,8 +53,8 @@ class MoE:
         store them in the dtype of the computation.
       param_dtype: Dtype in which `init` makes the parameters (correction_bias is always float32).
       backend: ``"auto"`` or a backend's name, see `select_backend`.
-      kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for each
-        matrix by itself (each expert its own); biases start at 0.
+      kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for
+        each matrix by itself (each expert its own); biases start at 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,7 +71,7 @@ class MoE:
     dtype: Any = None
     param_dtype: Any = jnp.float32
     backend: str = "auto"
-    kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+    kernel_init: Initializer = _LECUN_NORMAL
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Make random parameters.
@@ -172,7 +173,7 @@ class MoE:
         return (y, self._aux(params, logits, mask)) if return_aux else y
 
     def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16) -> Selection:
-        """Say which backend serves a call with ``num_tokens`` tokens (of ``dtype``, if the layer has none)."""
+        """Say which backend serves a call of ``num_tokens`` tokens (of ``dtype``, if the layer has none)."""
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
         return select_backend(Problem(spec=self.spec, num_tokens=num_tokens, dtype=name), self.backend)
 

@@ -14,12 +14,13 @@ Routing, for the logits ``l`` (E,) of one token (``x @ router.T + router_bias``)
     choice   c = l            without correction bias
              c = s + bias     with it
              c_e = -inf for excluded experts and outside of the kept groups
-    groups   kept: the top_k_groups with the largest MAX or TOP2_SUM of s + bias
+    groups   kept: the top_k_groups with the largest MAX or TOP2_SUM of s + bias, over the group's
+             included experts (-inf if it has none)
     ids      the k largest c, descending; equal values: lowest id first (groups likewise)
     weights  w = s[ids]                          (never with the correction bias)
-             w / sum(w)                          SOFTMAX, renormalised
-             w / (sum(w) + 1e-20)                SIGMOID, renormalised
+             w / (sum(w) + 1e-20)                SOFTMAX and SIGMOID, renormalised
              softmax(l[ids])                     SOFTMAX_AFTER_TOPK
+             where c[ids] = -inf: as if s = 0, l = -inf
              and then times routed_scaling_factor
 
 A token all of whose logits are -inf or NaN gets the ids 0 … k-1 and NaN weights: its output row is NaN
@@ -52,7 +53,7 @@ Indices = NDArray[np.intp]
 Bools = NDArray[np.bool_]
 
 _LARGEST_LOGIT = float(np.finfo(np.float32).max)
-_SIGMOID_EPSILON = 1e-20
+_EPSILON = 1e-20
 
 # Infinities, NaN and overflow are values here (an excluded expert, a spoilt row), not accidents.
 _plain_ieee = np.errstate(divide="ignore", over="ignore", invalid="ignore")
@@ -328,7 +329,7 @@ def load_balance_loss(
         clean = _clean(row)
         if spec.scoring is Scoring.SIGMOID:
             scores = _sigmoid(clean)
-            probability_sums += scores / (scores.sum() + _SIGMOID_EPSILON)
+            probability_sums += scores / (scores.sum() + _EPSILON)
         else:
             probability_sums += _softmax(clean)
     shares, probabilities = loads / loads.sum(), probability_sums / len(rows)
@@ -384,7 +385,7 @@ def _route_token(
         kept = _in_kept_group(np.where(excluded, -np.inf, biased), spec)
         choice = np.where(kept, choice, -np.inf)
     ids = _largest_first(choice)[: spec.top_k]
-    return ids, _weights(logits, scores, ids, spec)
+    return ids, _weights(logits[ids], scores[ids], np.isneginf(choice[ids]), spec)
 
 
 def _clean(logits: Float64s) -> Float64s:
@@ -402,7 +403,11 @@ def _scores(logits: Float64s, scoring: Scoring) -> Float64s:
 def _in_kept_group(values: Float64s, spec: MoESpec) -> Bools:
     groups = values.reshape(spec.num_expert_groups, -1)
     best_of_each = 1 if spec.group_score is GroupScore.MAX else 2
-    group_scores = np.array([np.sort(group)[-best_of_each:].sum() for group in groups])
+    group_scores = np.full(len(groups), -np.inf)
+    for g, group in enumerate(groups):
+        included = np.sort(group[group > -np.inf])
+        if included.size:
+            group_scores[g] = included[-best_of_each:].sum()
     kept = np.zeros(len(groups), bool)
     kept[_largest_first(group_scores)[: spec.top_k_groups]] = True
     return np.repeat(kept, groups.shape[1])
@@ -413,14 +418,14 @@ def _largest_first(values: Float64s) -> Indices:
     return np.argsort(-values, kind="stable")
 
 
-def _weights(logits: Float64s, scores: Float64s, ids: Indices, spec: MoESpec) -> Float64s:
+def _weights(logits: Float64s, scores: Float64s, unavailable: Bools, spec: MoESpec) -> Float64s:
+    """All (k,), of the chosen experts. ``unavailable``: chosen only because no other was left."""
     if spec.scoring is Scoring.SOFTMAX_AFTER_TOPK:
-        weights = _softmax(logits[ids])
+        weights = _softmax(np.where(unavailable, -np.inf, logits))
     else:
-        weights = scores[ids]
+        weights = np.where(unavailable, 0.0, scores)
         if spec.renormalize:
-            epsilon = _SIGMOID_EPSILON if spec.scoring is Scoring.SIGMOID else 0.0
-            weights = weights / (weights.sum() + epsilon)
+            weights = weights / (weights.sum() + _EPSILON)
     return weights * spec.routed_scaling_factor
 
 

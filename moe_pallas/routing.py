@@ -18,8 +18,6 @@ from jax import lax
 from moe_pallas.spec import GroupScore, MoESpec, Scoring
 
 _EPSILON = 1e-20  # added to the sum when renormalising: sigmoid scores may all underflow to 0
-_EXCLUDED_IN_GROUP = -1e30  # what an excluded expert adds to its group's score: finite, so that one
-# included expert still lifts its group above a group that has none
 
 
 class Routing(NamedTuple):
@@ -57,8 +55,9 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
 
     Notes:
       Ties go to the lowest expert id (groups: the lowest group). A NaN logit counts as -inf, +inf as the
-      largest finite float32. An expert with logit -inf is excluded: it is chosen only after all others
-      are, and then with weight 0. In a row that includes no expert all weights are NaN and ids are
+      largest finite float32. An expert with logit -inf is excluded, and so is one outside of the best
+      groups: chosen only when no other is left, and then with weight 0; groups are ranked by the
+      experts they include. In a row that includes no expert all weights are NaN and ids are
       0 … top_k - 1, so that the token's output is NaN and no other token's is.
       Gradients flow through the weights; the choice has none.
 
@@ -75,8 +74,7 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
     choice = logits if correction_bias is None else scores + correction_bias.astype(jnp.float32)
     choice = jnp.where(jnp.isneginf(logits), -jnp.inf, choice)
     if spec.num_expert_groups > 1:
-        ranked = scores if correction_bias is None else choice
-        ranked = jnp.where(jnp.isneginf(logits), _EXCLUDED_IN_GROUP, ranked)
+        ranked = jnp.where(jnp.isneginf(logits), -jnp.inf, scores if correction_bias is None else choice)
         choice = jnp.where(_in_best_groups(ranked, spec), choice, -jnp.inf)
     chosen, ids = lax.top_k(lax.stop_gradient(choice), spec.top_k)
     weights = _weights(jnp.take_along_axis(scores, ids, axis=-1), chosen, spec)
@@ -180,8 +178,10 @@ def _in_best_groups(ranked: jax.Array, spec: MoESpec) -> jax.Array:
     """(..., E) ranks → (..., E) bool: is the expert in one of the ``top_k_groups`` best groups?"""
     groups, size = spec.num_expert_groups, spec.num_experts // spec.num_expert_groups
     by_group = lax.stop_gradient(ranked).reshape(*ranked.shape[:-1], groups, size)
-    best = lax.top_k(by_group, 1 if spec.group_score is GroupScore.MAX else min(2, size))[0].sum(-1)
-    _, kept = lax.top_k(best, spec.top_k_groups)
+    best, _ = lax.top_k(by_group, 1 if spec.group_score is GroupScore.MAX else min(2, size))
+    # An excluded expert (-inf) adds nothing, unless the group has no other.
+    score = jnp.where(jnp.isneginf(best[..., 0]), -jnp.inf, jnp.where(jnp.isneginf(best), 0.0, best).sum(-1))
+    _, kept = lax.top_k(score, spec.top_k_groups)
     is_kept = (kept[..., None] == jnp.arange(groups)).any(-2)
     return jnp.repeat(is_kept, size, axis=-1)
 

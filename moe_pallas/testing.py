@@ -29,10 +29,10 @@ class Tolerance:
     rms: float
 
 
-# An output of dtype with unit roundoff u has two roundings of that size on its way: the activation's result
-# and the output itself. Each is uniform within ±u of its value, so the RMS error is about
-# sqrt(2/3) · u (u = 2**-9, 2**-12): 1.6e-3 in bfloat16, 2e-4 in float16. The largest of 1e6 elements is 5 times
-# its row's RMS, so its own rounding alone is up to 5 u = 1e-2 and 1.2e-3. The bounds are about twice that.
+# An output of dtype with unit roundoff u has two roundings of that size on its way: the activation's
+# result and the output itself. Each is uniform within ±u of its value, so the RMS error is about
+# sqrt(2/3) · u (u = 2**-9, 2**-12): 1.6e-3 in bfloat16, 2e-4 in float16. The largest of 1e6 elements is 5
+# times its row's RMS, so its own rounding alone is up to 5 u = 1e-2 and 1.2e-3. The bounds are twice that.
 # float32: u = 2**-24, and sums of K terms in any order, K up to 16384: sqrt(K) · u = 8e-6.
 TOLERANCES = {
     "bfloat16": Tolerance(max=2e-2, rms=3e-3),

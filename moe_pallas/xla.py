@@ -6,11 +6,15 @@
     y_row   = h @ w2[e].T (+ b2[e])               (R, D)   float32
     y       = Σ_k weight_k · y_row[row of (t, k)] (T, D)   float32, in slot order
 
-What it costs: on a CPU the grouped product walks over blocks of one expert's rows, so work and memory are
-those of the routed rows: temporary memory O(R · (D + 2F)), nothing of size R × E. On other platforms it is
-`jax.lax.ragged_dot_general`. **On NVIDIA GPUs XLA computes that densely**: every row times every expert's
-weights, masked, E times the work and buffers of E × R × max(D, 2F); right, but no way to serve.
-`moe_pallas` keeps it there as a fallback and second opinion, not as a fast path.
+What it costs: the grouped products walk over tiles, blocks of one expert's rows. On a CPU each tile's
+product reads the weights where they are: work and memory are those of the routed rows, temporary memory
+O(R · (D + 2F)), nothing of size R × E. Elsewhere (NVIDIA GPUs, TPUs) tiles are multiplied many at a time,
+each with a copy of its expert's weights: about three times the weights' traffic, and at most `_COPY_BYTES`
+of copies at once. That is a fallback, not a fast path.
+
+`jax.lax.ragged_dot` is not used: on CPUs and NVIDIA GPUs XLA computes it densely, every row times every
+expert's weights, masked: E times the work, buffers of E × R × max(D, 2F), and a NaN in an expert that no
+token visits reaches every row (BUILD_NOTES "Measured facts").
 
 Sums over experts run in a fixed order without scatter-adds, in the backward pass too, so results are
 bitwise repeatable.
@@ -19,6 +23,7 @@ bitwise repeatable.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +35,7 @@ from moe_pallas.routing import Routing
 from moe_pallas.spec import MoESpec, WeightOn
 
 _MIN_BLOCK, _MAX_BLOCK = 8, 128  # rows; measured on a 2-core CPU, BUILD_NOTES "Measured facts"
+_COPY_BYTES = 2**28  # of copied weights at once, where tiles are multiplied many at a time
 
 
 def fused_experts(
@@ -129,102 +135,111 @@ def _rows_by_group(
     rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, contract: int
 ) -> jax.Array:
     """(R, K), (G, N, K) or (G, K, N) with K on axis ``contract`` → (R, N) float32."""
-    if rows.shape[0] == 0:
-        return jnp.zeros((0, weights.shape[3 - contract]), jnp.float32)
-    precision = _precision(rows.dtype)
+    num_rows, num_outputs = rows.shape[0], weights.shape[3 - contract]
+    if num_rows == 0:
+        return jnp.zeros((0, num_outputs), jnp.float32)
+    block = _block_rows(num_rows, group_sizes.shape[0])
+
+    def product(padded: jax.Array, weights: jax.Array, group: jax.Array, start: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            lax.dynamic_slice_in_dim(padded, start, block),
+            lax.dynamic_index_in_dim(weights, group, keepdims=False),
+            (((1,), (contract - 1,)), ((), ())),
+            precision=_precision(rows.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def one_by_one(padded: jax.Array, weights: jax.Array, tiles: _Tiles) -> jax.Array:
+        def step(tile: jax.Array, out: jax.Array) -> jax.Array:
+            start = tiles.start[tile]
+            # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
+            return lax.dynamic_update_slice_in_dim(
+                out, product(padded, weights, tiles.group[tile], start), start, 0
+            )
+
+        out = jnp.zeros((num_rows + block, num_outputs), jnp.float32)
+        return lax.fori_loop(0, tiles.num_tiles, step, out)[:num_rows]
+
+    def many_at_once(padded: jax.Array, weights: jax.Array, tiles: _Tiles) -> jax.Array:
+        copy_bytes = weights[0].size * weights.dtype.itemsize
+        products = lax.map(
+            lambda tile: product(padded, weights, *tile),
+            (tiles.group, tiles.start),
+            batch_size=max(1, min(_COPY_BYTES // copy_bytes, tiles.group.size)),
+        )
+        row = jnp.arange(num_rows)
+        tile = jnp.clip(jnp.searchsorted(tiles.start, row, side="right", method="sort") - 1, 0)
+        return products.reshape(-1, num_outputs)[tile * block + (row - tiles.start[tile])]
 
     @jax.custom_batching.sequential_vmap
-    def blocked(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        block = _block_rows(rows.shape[0], group_sizes.shape[0])
-        tiles = _Tiles(group_sizes, block)
+    def multiply(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
         padded = jnp.pad(rows, ((0, block), (0, 0)))
+        tiles = _make_tiles(group_sizes, num_rows, block)
+        out = lax.platform_dependent(padded, weights, tiles, cpu=one_by_one, default=many_at_once)
+        return jnp.where((jnp.arange(num_rows) < group_sizes.sum())[:, None], out, 0.0)
 
-        def step(tile: jax.Array, out: jax.Array) -> jax.Array:
-            group, start, _ = tiles.locate(tile)
-            operand = lax.dynamic_slice_in_dim(padded, start, block)
-            matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
-            product = lax.dot_general(
-                operand,
-                matrix,
-                (((1,), (contract - 1,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
-            return lax.dynamic_update_slice_in_dim(out, product, start, 0)
-
-        shape = (padded.shape[0], weights.shape[3 - contract])
-        out = lax.fori_loop(0, tiles.count, step, jnp.zeros(shape, jnp.float32))[: rows.shape[0]]
-        return jnp.where((jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None], out, 0.0)
-
-    def ragged(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        dims = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((1,), (contract,)), ((), ())),
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=[0],
-        )
-        out = lax.ragged_dot_general(
-            rows, weights, group_sizes, dims, precision=precision, preferred_element_type=jnp.float32
-        )
-        return jnp.where((jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None], out, 0.0)
-
-    return lax.platform_dependent(rows, weights, group_sizes, cpu=blocked, default=ragged)
+    return multiply(rows, weights, group_sizes)
 
 
 def _weights_by_group(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """(R, N), (R, K) → (G, N, K) float32: ``Σ_r d_out[r]ᵀ rows[r]`` over each group's rows."""
-    num_groups, n, k = group_sizes.shape[0], d_out.shape[1], rows.shape[1]
-    if rows.shape[0] == 0:
-        return jnp.zeros((num_groups, n, k), jnp.float32)
-    precision = _precision(rows.dtype)
+    num_rows, num_groups = rows.shape[0], group_sizes.shape[0]
+    shape = (num_groups, d_out.shape[1], rows.shape[1])
+    if num_rows == 0:
+        return jnp.zeros(shape, jnp.float32)
+    block = _block_rows(num_rows, num_groups)
 
     @jax.custom_batching.sequential_vmap
-    def blocked(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        block = _block_rows(rows.shape[0], num_groups)
-        tiles = _Tiles(group_sizes, block)
+    def multiply(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        tiles = _make_tiles(group_sizes, num_rows, block)
         d_out, rows = (jnp.pad(v, ((0, block), (0, 0))) for v in (d_out, rows))
 
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
-            group, start, end = tiles.locate(tile)
-            mine = (start + jnp.arange(block) < end)[:, None]
+            group, start = tiles.group[tile], tiles.start[tile]
+            is_mine = (start + jnp.arange(block) < tiles.end[tile])[:, None]
             left, right = (
-                jnp.where(mine, lax.dynamic_slice_in_dim(v, start, block), 0) for v in (d_out, rows)
+                jnp.where(is_mine, lax.dynamic_slice_in_dim(v, start, block), 0) for v in (d_out, rows)
             )
             product = lax.dot_general(
-                left, right, (((0,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+                left,
+                right,
+                (((0,), (0,)), ((), ())),
+                precision=_precision(rows.dtype),
+                preferred_element_type=jnp.float32,
             )
             total = lax.dynamic_index_in_dim(out, group, keepdims=False) + product
             return lax.dynamic_update_index_in_dim(out, total, group, 0)
 
-        return lax.fori_loop(0, tiles.count, step, jnp.zeros((num_groups, n, k), jnp.float32))
+        return lax.fori_loop(0, tiles.num_tiles, step, jnp.zeros(shape, jnp.float32))
 
-    def ragged(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        dims = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
-        )
-        return lax.ragged_dot_general(
-            d_out, rows, group_sizes, dims, precision=precision, preferred_element_type=jnp.float32
-        )
-
-    return lax.platform_dependent(d_out, rows, group_sizes, cpu=blocked, default=ragged)
+    return multiply(d_out, rows, group_sizes)
 
 
-class _Tiles:
-    """The walk over blocks of rows: each tile starts inside one group, tiles in the order of their rows."""
+class _Tiles(NamedTuple):
+    """Blocks of rows, each beginning inside one group, in the order of their rows.
 
-    def __init__(self, group_sizes: jax.Array, block: int):
-        self._tiles = -(-group_sizes // block)
-        self._tile_ends = jnp.cumsum(self._tiles, dtype=jnp.int32)
-        self._row_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-        self._sizes, self._block = group_sizes, block
-        self.count = self._tile_ends[-1]
+    ``group`` (its matrix), ``start`` (its first row) and ``end`` (of its group's rows), each (tiles,) int32;
+    the first ``num_tiles`` tiles are real, the others begin behind the last row.
+    """
 
-    def locate(self, tile: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the tile's group, its first row and the end of the group's rows."""
-        group = jnp.searchsorted(self._tile_ends, tile, side="right")
-        nth = tile - (self._tile_ends[group] - self._tiles[group])
-        start = self._row_ends[group] - self._sizes[group] + nth * self._block
-        return group, start, self._row_ends[group]
+    group: jax.Array
+    start: jax.Array
+    end: jax.Array
+    num_tiles: jax.Array
+
+
+def _make_tiles(group_sizes: jax.Array, num_rows: int, block: int) -> _Tiles:
+    num_groups = group_sizes.shape[0]
+    tile = jnp.arange(num_rows // block + min(num_groups, num_rows), dtype=jnp.int32)  # never more
+    tiles_of_group = -(-group_sizes // block)
+    tile_ends = jnp.cumsum(tiles_of_group, dtype=jnp.int32)
+    row_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    group = jnp.searchsorted(tile_ends, tile, side="right", method="sort").astype(jnp.int32)
+    group = jnp.minimum(group, num_groups - 1)
+    nth = tile - (tile_ends - tiles_of_group)[group]
+    start = (row_ends - group_sizes)[group] + nth * block
+    start = jnp.where(tile < tile_ends[-1], start, num_rows)
+    return _Tiles(group, start.astype(jnp.int32), row_ends[group], tile_ends[-1])
 
 
 def _block_rows(num_rows: int, num_groups: int) -> int:

@@ -791,6 +791,32 @@ class TestShapes:
             reference.fused_experts(x + 1j, ids, weights, **experts)
 
 
+class TestRoutingCorners:
+    """What happens when there are fewer usable experts than slots."""
+
+    def test_a_group_is_ranked_by_the_experts_it_includes(self):
+        # Group 1 has one usable expert, group 0 none: expert 2 must not be lost with its group.
+        spec = make_spec(num_experts=4, top_k=1, num_expert_groups=2, top_k_groups=1)
+        ids, weights = reference.route(np.array([[np.nan, np.nan, 1.0, np.nan]]), spec)
+        assert ids.tolist() == [[2]]
+        assert weights.tolist() == [[1.0]]
+
+    def test_an_expert_of_a_dropped_group_that_fills_a_slot_weighs_nothing(self):
+        # Group 1 (logits 3, 3) is kept and has two usable experts for three slots.
+        spec = make_spec(num_experts=8, top_k=3, num_expert_groups=2, top_k_groups=1, scoring=Scoring.SIGMOID)
+        ids, weights = reference.route(np.array([[0.0, 0, 0, 0, 3, 3, np.nan, np.nan]]), spec)
+        assert ids[0, :2].tolist() == [4, 5]
+        np.testing.assert_allclose(weights, [[0.5, 0.5, 0.0]])
+
+    def test_softmax_scores_that_all_underflow_renormalise_to_zero_not_nan(self):
+        # softmax([0, -1000, -1000]) = [1, 0, 0], and the bias takes the choice away from expert 0.
+        spec = make_spec(num_experts=3, top_k=2, correction_bias=True)
+        bias = np.array([-5.0, 0, 0])
+        ids, weights = reference.route(np.array([[0.0, -1000, -1000]]), spec, correction_bias=bias)
+        assert ids.tolist() == [[1, 2]]
+        assert weights.tolist() == [[0.0, 0.0]]
+
+
 class TestLosses:
     def test_c16_load_balance_by_hand(self) -> None:
         # f = (1, 0, 0, 0); P_0 = e^10 / (e^10 + 3) = 0.99986382; 4 * P_0. A second softmax: 1.901.
