@@ -34,8 +34,9 @@ from moe_pallas.plan import Plan, make_plan
 from moe_pallas.routing import Routing
 from moe_pallas.spec import MoESpec, WeightOn
 
-_MIN_BLOCK, _MAX_BLOCK = 8, 128  # rows; measured on a 2-core CPU, BUILD_NOTES "Measured facts"
-_COPY_BYTES = 2**28  # of copied weights at once, where tiles are multiplied many at a time
+# Rows of a tile (BUILD_NOTES "Measured facts"). Where a tile costs a copy of its weights, few large ones win.
+_MIN_BLOCK, _MAX_BLOCK, _MAX_BLOCK_COPIED = 8, 128, 1024
+_COPY_BYTES = 2**28  # of copied weights at once
 
 
 def fused_experts(
@@ -138,9 +139,10 @@ def _rows_by_group(
     num_rows, num_outputs = rows.shape[0], weights.shape[3 - contract]
     if num_rows == 0:
         return jnp.zeros((0, num_outputs), jnp.float32)
-    block = _block_rows(num_rows, group_sizes.shape[0])
 
-    def product(padded: jax.Array, weights: jax.Array, group: jax.Array, start: jax.Array) -> jax.Array:
+    def product(
+        padded: jax.Array, weights: jax.Array, group: jax.Array, start: jax.Array, block: int
+    ) -> jax.Array:
         return lax.dot_general(
             lax.dynamic_slice_in_dim(padded, start, block),
             lax.dynamic_index_in_dim(weights, group, keepdims=False),
@@ -149,21 +151,23 @@ def _rows_by_group(
             preferred_element_type=jnp.float32,
         )
 
-    def one_by_one(padded: jax.Array, weights: jax.Array, tiles: _Tiles) -> jax.Array:
+    def one_by_one(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        padded, tiles, block = _tile(rows, group_sizes, _MAX_BLOCK)
+
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
             start = tiles.start[tile]
+            value = product(padded, weights, tiles.group[tile], start, block)
             # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
-            return lax.dynamic_update_slice_in_dim(
-                out, product(padded, weights, tiles.group[tile], start), start, 0
-            )
+            return lax.dynamic_update_slice_in_dim(out, value, start, 0)
 
-        out = jnp.zeros((num_rows + block, num_outputs), jnp.float32)
+        out = jnp.zeros((padded.shape[0], num_outputs), jnp.float32)
         return lax.fori_loop(0, tiles.num_tiles, step, out)[:num_rows]
 
-    def many_at_once(padded: jax.Array, weights: jax.Array, tiles: _Tiles) -> jax.Array:
+    def many_at_once(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        padded, tiles, block = _tile(rows, group_sizes, _MAX_BLOCK_COPIED)
         copy_bytes = weights[0].size * weights.dtype.itemsize
         products = lax.map(
-            lambda tile: product(padded, weights, *tile),
+            lambda tile: product(padded, weights, tile[0], tile[1], block),
             (tiles.group, tiles.start),
             batch_size=max(1, min(_COPY_BYTES // copy_bytes, tiles.group.size)),
         )
@@ -173,9 +177,7 @@ def _rows_by_group(
 
     @jax.custom_batching.sequential_vmap
     def multiply(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        padded = jnp.pad(rows, ((0, block), (0, 0)))
-        tiles = _make_tiles(group_sizes, num_rows, block)
-        out = lax.platform_dependent(padded, weights, tiles, cpu=one_by_one, default=many_at_once)
+        out = lax.platform_dependent(rows, weights, group_sizes, cpu=one_by_one, default=many_at_once)
         return jnp.where((jnp.arange(num_rows) < group_sizes.sum())[:, None], out, 0.0)
 
     return multiply(rows, weights, group_sizes)
@@ -187,12 +189,11 @@ def _weights_by_group(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array)
     shape = (num_groups, d_out.shape[1], rows.shape[1])
     if num_rows == 0:
         return jnp.zeros(shape, jnp.float32)
-    block = _block_rows(num_rows, num_groups)
 
     @jax.custom_batching.sequential_vmap
     def multiply(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        tiles = _make_tiles(group_sizes, num_rows, block)
-        d_out, rows = (jnp.pad(v, ((0, block), (0, 0))) for v in (d_out, rows))
+        rows, tiles, block = _tile(rows, group_sizes, _MAX_BLOCK)
+        d_out = jnp.pad(d_out, ((0, block), (0, 0)))
 
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
             group, start = tiles.group[tile], tiles.start[tile]
@@ -228,8 +229,15 @@ class _Tiles(NamedTuple):
     num_tiles: jax.Array
 
 
-def _make_tiles(group_sizes: jax.Array, num_rows: int, block: int) -> _Tiles:
-    num_groups = group_sizes.shape[0]
+def _tile(rows: jax.Array, group_sizes: jax.Array, max_block: int) -> tuple[jax.Array, _Tiles, int]:
+    """Cut (R, K) rows into tiles of about one group's share of rows, a power of two.
+
+    Returns:
+      The rows with one more block of zeros at their end, the tiles, and the rows of a tile.
+    """
+    num_rows, num_groups = rows.shape[0], group_sizes.shape[0]
+    share = -(-num_rows // num_groups)
+    block = min(max(1 << (share - 1).bit_length(), _MIN_BLOCK), max_block)
     tile = jnp.arange(num_rows // block + min(num_groups, num_rows), dtype=jnp.int32)  # never more
     tiles_of_group = -(-group_sizes // block)
     tile_ends = jnp.cumsum(tiles_of_group, dtype=jnp.int32)
@@ -238,14 +246,8 @@ def _make_tiles(group_sizes: jax.Array, num_rows: int, block: int) -> _Tiles:
     group = jnp.minimum(group, num_groups - 1)
     nth = tile - (tile_ends - tiles_of_group)[group]
     start = (row_ends - group_sizes)[group] + nth * block
-    start = jnp.where(tile < tile_ends[-1], start, num_rows)
-    return _Tiles(group, start.astype(jnp.int32), row_ends[group], tile_ends[-1])
-
-
-def _block_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a block: about one group's share, a power of two."""
-    share = -(-num_rows // num_groups)
-    return min(max(1 << (share - 1).bit_length(), _MIN_BLOCK), _MAX_BLOCK)
+    start = jnp.where(tile < tile_ends[-1], start, num_rows).astype(jnp.int32)
+    return jnp.pad(rows, ((0, block), (0, 0))), _Tiles(group, start, row_ends[group], tile_ends[-1]), block
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
