@@ -1,0 +1,426 @@
+"""Continues prompts with a mixture-of-experts language model: prefill, then one decode step per token.
+
+    python examples/decode_loop.py
+    python examples/decode_loop.py --checkpoint ~/OLMoE-1B-7B --prompt "The moon" --prompt "Bread is"
+
+Without arguments it runs the small byte-level model in `tiny_lm` (see `train_tiny.py`). Any Mixtral,
+Qwen3-MoE or OLMoE folder from the Hugging Face hub works. ``--check`` compares every MoE layer of every step
+with the NumPy reference and fails if one is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import decoder
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from moe_pallas import UnsupportedError, reference
+
+FLAGS = flags.FLAGS
+
+TINY_LM = pathlib.Path(__file__).parent / "tiny_lm"
+# What a layer's output may be off, relative to the reference (see `MoECheck`): some hundred roundings of
+# float32; the halves round between the two products and at the end.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+_SMALLEST_BUCKET = 16  # tokens
+_CACHE_MULTIPLE = 64  # slots
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("checkpoint", str(TINY_LM), "Folder with config.json and *.safetensors.")
+    flags.DEFINE_multi_string("prompt", ["The import statement"], "Text to continue; several are one batch.")
+    flags.DEFINE_multi_string("prompt_ids", [], "Instead of --prompt: token ids, '1,306,4658'; prints ids.")
+    flags.DEFINE_integer("max_new_tokens", 200, "Stop after so many tokens.", lower_bound=1)
+    flags.DEFINE_float("temperature", 0.6, "0 takes the likeliest token, else samples.", lower_bound=0.0)
+    flags.DEFINE_integer("seed", 0, "Of the sampling.")
+    flags.DEFINE_enum(
+        "dtype", "auto", ["auto", *TOLERANCE], "To compute in; auto: float32 on a CPU, else the checkpoint's."
+    )
+    flags.DEFINE_string("backend", "auto", "The MoE layers' backend.")
+    flags.DEFINE_bool("check", False, "Compare every MoE layer with the NumPy reference (slow).")
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Token ids are the bytes of the text's UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The checkpoint's ``tokenizer.json``, read by the ``tokenizers`` package."""
+
+    def __init__(self, path: pathlib.Path):
+        try:
+            import tokenizers
+        except ImportError:
+            raise ImportError(
+                f"{path} needs the package tokenizers: pip install tokenizers, or give --prompt_ids."
+            ) from None
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids))
+
+
+class IdTokenizer:
+    """Ids are their own text: ``"1,306,4658"``."""
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split(",")]
+        except ValueError:
+            raise ValueError(f"--prompt_ids is a list like '1,306,4658'; got {text!r}.") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ",".join(map(str, ids))
+
+
+def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> Tokenizer:
+    """The folder's own tokenizer, or bytes if it has none and the model's vocabulary is the 256 bytes."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        return FileTokenizer(path)
+    if vocab_size == 256:
+        return ByteTokenizer()
+    raise FileNotFoundError(
+        f"{folder} has no tokenizer.json, and with vocab_size {vocab_size} tokens aren't bytes; add that "
+        "file, or give --prompt_ids."
+    )
+
+
+MoERows = tuple[tuple[jax.Array, jax.Array], ...]  # inputs and outputs (B, T, D) of each MoE layer
+
+
+@functools.partial(jax.jit, static_argnames=("config", "keep_moe"), donate_argnames="cache")
+def step(
+    config: decoder.DecoderConfig,
+    params: decoder.Params,
+    cache: tuple[decoder.KVCache, ...],
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+    number: jax.Array,
+    *,
+    keep_moe: bool,
+) -> tuple[jax.Array, tuple[decoder.KVCache, ...], MoERows]:
+    """Runs the model on the next tokens of every sequence and picks the token after them.
+
+    Prefill is a call with T = the padded prompt's length, decode one with T = 1.
+
+    Args:
+      config: The model.
+      params: Its weights.
+      cache: From `decoder.init_cache` or the step before; consumed.
+      tokens: (B, T) int32.
+      start: (B,) int32. Position of each row's first token.
+      lengths: (B,) int32. How many of a row's tokens are real; the rest is padding. 0: the sequence has
+        ended and its row is carried along without work for the experts.
+      temperature: () float32. 0 = the likeliest token.
+      key: JAX random key of the whole generation.
+      number: () int32. Which step of it this is.
+      keep_moe: Return what went into and came out of every MoE layer; otherwise that's empty.
+
+    Returns:
+      Next tokens (B,) int32, the cache, the MoE layers' rows.
+    """
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    mask = offsets < lengths[:, None]
+    hidden, new_cache, records = decoder.forward(
+        config, params, tokens, start[:, None] + offsets, cache, mask
+    )
+    assert new_cache is not None
+    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = decoder.unembed(config, params, last)
+    token = jax.lax.cond(
+        temperature > 0,
+        lambda: jax.random.categorical(
+            jax.random.fold_in(key, number), logits / jnp.maximum(temperature, 1e-6)
+        ),
+        lambda: jnp.argmax(logits, axis=-1),
+    )
+    moe = tuple((record.inputs, record.outputs) for record in records) if keep_moe else ()
+    return token.astype(jnp.int32), new_cache, moe
+
+
+class Generation(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      tokens: The continuation of each prompt; its last one is the end-of-sequence id if there was one.
+      prefill_shape: (B, T) of the prefill, T with padding.
+      compile_s: Seconds that compiling prefill and decode took, a first run of each included.
+      prefill_s: Seconds from the prompts to the first token of each, without compilation.
+      decode_s: Seconds that all decode steps took together.
+      decode_steps: Their number.
+      decoded: Tokens they gave.
+    """
+
+    tokens: list[list[int]]
+    prefill_shape: tuple[int, int]
+    compile_s: float
+    prefill_s: float
+    decode_s: float
+    decode_steps: int
+    decoded: int
+
+
+def generate(
+    config: decoder.DecoderConfig,
+    params: decoder.Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    check: MoECheck | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Generation:
+    """Continues a batch of prompts until each has ended, max_new_tokens are there or the context is full.
+
+    Prompts are padded to a power of two, so that few programs serve all lengths.
+
+    Args:
+      config: The model.
+      params: Its weights.
+      prompts: Token ids of each prompt.
+      max_new_tokens: At least 1.
+      temperature: 0 = the likeliest token each time.
+      seed: Of the sampling.
+      check: Called with every step's MoE layers.
+      progress: Called after every step: tokens per sequence so far, their limit, seconds.
+
+    Raises:
+      ValueError: An empty prompt, one that leaves no room in the context, ids that the model doesn't have.
+    """
+    check_prompts(config, prompts)
+    batch, lengths = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(lengths.max())
+    width = min(max(_SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), config.max_positions)
+    limit = min(max_new_tokens, config.max_positions - longest)
+    slots = min(-(-(longest + limit) // _CACHE_MULTIPLE) * _CACHE_MULTIPLE, config.max_positions)
+    tokens = np.zeros((batch, width), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    key = jax.random.key(seed)
+    keep_moe = check is not None
+    cache = decoder.init_cache(config, batch, slots, params["embed"].dtype)
+
+    def run(ids: np.ndarray, start: np.ndarray, real: np.ndarray, number: int) -> tuple[np.ndarray, MoERows]:
+        nonlocal cache
+        new, cache, moe = step(
+            config,
+            params,
+            cache,
+            ids,
+            start,
+            real,
+            np.float32(temperature),
+            key,
+            np.int32(number),
+            keep_moe=keep_moe,
+        )
+        return np.asarray(new), moe
+
+    # Both programs are compiled and run once on nothing but padding, so that the times below are a running
+    # server's. What that leaves in the cache is never seen, see `decoder.attention`.
+    start = np.zeros(batch, np.int32)
+    began = time.perf_counter()
+    for ids in (tokens, tokens[:, :1]):
+        run(ids, start, np.zeros_like(lengths), 0)
+    compile_s = time.perf_counter() - began
+
+    seconds: list[float] = []
+    results: list[list[int]] = [[] for _ in prompts]
+    active = np.ones(batch, bool)
+    real = lengths  # of this step's tokens
+    while active.any() and len(seconds) < limit:
+        began = time.perf_counter()
+        new, moe = run(tokens, start, real, len(seconds))
+        seconds.append(time.perf_counter() - began)
+        if check is not None:
+            check(moe, np.arange(tokens.shape[1]) < real[:, None])
+        for row in np.flatnonzero(active).tolist():
+            results[row].append(int(new[row]))
+            active[row] = new[row] not in config.eos_token_ids
+        start, tokens, real = start + real, new[:, None], active.astype(np.int32)
+        if progress is not None:
+            progress(len(seconds), limit, sum(seconds))
+    return Generation(
+        tokens=results,
+        prefill_shape=(batch, width),
+        compile_s=compile_s,
+        prefill_s=seconds[0],
+        decode_s=sum(seconds[1:]),
+        decode_steps=len(seconds) - 1,
+        decoded=sum(map(len, results)) - batch,
+    )
+
+
+def check_prompts(config: decoder.DecoderConfig, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError for prompts that the model can't continue."""
+    if not prompts:
+        raise ValueError("There is no prompt; give at least one.")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"Prompt {row} is empty; it needs at least one token.")
+        if len(prompt) >= config.max_positions:
+            raise ValueError(
+                f"Prompt {row} has {len(prompt)} tokens; the model's context holds {config.max_positions}, "
+                f"at least one of them new. Shorten the prompt to {config.max_positions - 1} tokens."
+            )
+        if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
+            raise ValueError(
+                f"Prompt {row} has the token ids {unknown[:5]}; the model has 0 … {config.vocab_size - 1}."
+            )
+
+
+class MoECheck:
+    """Compares MoE layers' outputs with `moe_pallas.reference` and keeps each layer's worst error.
+
+    The error of a token is ``rms(output - reference) / rms(reference)`` over its row. The reference gets the
+    very input that the layer got, in float64, so errors don't pile up from layer to layer. Padding must come
+    out as exactly 0.
+    """
+
+    def __init__(self, config: decoder.DecoderConfig, params: decoder.Params):
+        self._spec = config.moe.spec
+        self._params = [jax.tree.map(np.asarray, layer["moe"]) for layer in params["layers"]]
+        self.tolerance = TOLERANCE[params["embed"].dtype.name]
+        self.worst = [0.0] * config.num_layers
+
+    def __call__(self, moe: MoERows, mask: np.ndarray) -> None:
+        for layer, (inputs, outputs) in enumerate(moe):
+            expected = reference.moe(self._params[layer], np.asarray(inputs), self._spec, mask=mask)
+            difference = np.asarray(outputs).astype(np.float64) - expected
+            tiny = np.finfo(np.float32).tiny  # 0 / tiny: no error where both are 0
+            error = float(np.max(_rms(difference) / np.maximum(_rms(expected), tiny)))
+            # A NaN is an error like any other; max() would lose it.
+            self.worst[layer] = max(self.worst[layer], math.inf if math.isnan(error) else error)
+
+    @property
+    def passed(self) -> bool:
+        return max(self.worst) <= self.tolerance
+
+    def report(self) -> str:
+        lines = [
+            f"  layer {layer}: {worst:.1e}{'' if worst <= self.tolerance else '  <-- above the tolerance'}"
+            for layer, worst in enumerate(self.worst)
+        ]
+        verdict = "passed" if self.passed else "FAILED: these layers do not compute what the reference does"
+        head = (
+            f"check of each MoE layer's worst token (relative RMS, tolerance {self.tolerance:.0e}): {verdict}"
+        )
+        return "\n".join([head, *lines])
+
+
+def _rms(rows: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.mean(rows * rows, axis=-1))
+
+
+def show_progress(done: int, total: int, seconds: float) -> None:
+    """Redraws a bar on stderr if that is a terminal."""
+    if sys.stderr.isatty():
+        bar = "#" * (30 * done // total)
+        end = "\n" if done == total else ""
+        print(
+            f"\r[{bar:30}] {done}/{total} tokens, {done / seconds:.0f}/s",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def summary(config: decoder.DecoderConfig, params: decoder.Params, generation: Generation) -> str:
+    """What ran, on what, and how fast."""
+    spec, dtype = config.moe.spec, params["embed"].dtype
+    batch, width = generation.prefill_shape
+    size = sum(x.size for x in jax.tree.leaves(params))
+    lines = [
+        f"model:    {config.family}, {config.num_layers} layers, {spec.num_experts} experts, "
+        f"top-{spec.top_k}, {size:,} parameters in {dtype.name}, on {jax.devices()[0].device_kind}",
+    ]
+    for name, tokens in (("prefill", batch * width), ("decode", batch)):
+        chosen = config.moe.select_backend(tokens, dtype)
+        lines.append(f"{name + ':':9} {tokens} tokens per step on {chosen.backend} ({chosen.reason})")
+    lines += [
+        f"compiled in {generation.compile_s:.2f} s",
+        f"time to first token: {generation.prefill_s * 1e3:.1f} ms",
+    ]
+    if generation.decode_steps:
+        lines.append(
+            f"decode speed: {generation.decoded / generation.decode_s:.1f} tokens/s "
+            f"({generation.decode_steps} steps, {batch} at a time)"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int | str:
+    if len(argv) > 1:
+        return f"error: unexpected arguments {argv[1:]}; a prompt is given as --prompt '...'."
+    folder = pathlib.Path(FLAGS.checkpoint).expanduser()
+    dtype = FLAGS.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else None
+    try:
+        config, params = decoder.load_checkpoint(folder, dtype=dtype, backend=FLAGS.backend)
+        tokenizer = IdTokenizer() if FLAGS.prompt_ids else load_tokenizer(folder, config.vocab_size)
+        prompts = [tokenizer.encode(text) for text in FLAGS.prompt_ids or FLAGS.prompt]
+        check_prompts(config, prompts)
+        config.moe.select_backend(len(prompts), params["embed"].dtype)
+    except (UnsupportedError, OSError, ImportError, ValueError) as error:
+        return f"error: {error}"
+    check = MoECheck(config, params) if FLAGS.check else None
+    try:
+        generation = generate(
+            config,
+            params,
+            prompts,
+            max_new_tokens=FLAGS.max_new_tokens,
+            temperature=FLAGS.temperature,
+            seed=FLAGS.seed,
+            check=check,
+            progress=show_progress,
+        )
+    except UnsupportedError as error:
+        return f"error: {error}"
+    for prompt, tokens in zip(prompts, generation.tokens, strict=True):
+        print(tokenizer.decode([*prompt, *tokens]), end="\n\n")
+    longest = max(len(p) + len(t) for p, t in zip(prompts, generation.tokens, strict=True))
+    if longest == config.max_positions:
+        print(f"(stopped: the model's context of {longest} tokens is full)")
+    print(summary(config, params, generation))
+    if check is not None:
+        print(check.report())
+        if not check.passed:
+            return "error: --check failed, see above."
+    return 0
+
+
+if __name__ == "__main__":
+    define_flags()
+    app.run(main)
