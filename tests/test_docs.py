@@ -1,0 +1,42 @@
+"""What the documentation shows runs: README's code, and the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import moe_pallas
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+MODULES = [m.name for m in pkgutil.walk_packages(moe_pallas.__path__, "moe_pallas.")]
+
+
+def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
+    golden = Path(__file__).parent / "data" / "goldens" / "mixtral"
+    namespace: dict[str, object] = {}
+    exec(first + second.replace("path/to/checkpoint", str(golden)), namespace)
+    assert capsys.readouterr().out == "(4, 16, 64) xla (8, 192, 64)\n"
+    assert namespace["y"].shape == (4, 16, 64)
+
+
+def test_readme_names_files_that_exist() -> None:
+    for path in re.findall(r"`((?:moe_pallas|examples|benchmarks)/[\w./]*)`", README):
+        assert (Path(__file__).parents[1] / path).exists(), path
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
+
+
+@pytest.mark.parametrize("name", moe_pallas.__all__)
+def test_public_names_are_documented(name: str) -> None:
+    assert getattr(moe_pallas, name).__doc__
