@@ -236,7 +236,7 @@ HOSTILE = [
     "../model.safetensors",
     "/etc/model.safetensors",
     "sub/model.safetensors",
-    "..\\model.safetensors",
+    "sub\\model.safetensors",
     "C:model.safetensors",
     "..",
     ".",
