@@ -7,6 +7,7 @@ only real tokens and dropped ids; then the oracle is asked.
 from __future__ import annotations
 
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def fused_moe(
       mask: (...) bool, x's shape without D. False = padding: x and logits there are never read into any
         value or gradient, whatever they hold, and the output is exactly 0.
       num_tokens: () int. Instead of mask: the first so many tokens (in row-major order) are real. May be a
-        traced value, so that one compiled program serves every count.
+        traced value, so that one compiled program serves every count (below 0: none is real, above the
+        number of tokens: all are).
       backend: ``"auto"`` or a backend's name (see `select_backend`), which is then used or refused.
 
     Returns:
@@ -161,7 +163,7 @@ def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int
     if num_tokens is None:
         return None
     tokens = math.prod(lead)
-    if isinstance(num_tokens, int) and not 0 <= num_tokens <= tokens:
+    if isinstance(num_tokens, numbers.Integral) and not 0 <= num_tokens <= tokens:
         raise ValueError(
             f"num_tokens={num_tokens} is not in 0 … {tokens}, the number of tokens in x {x.shape}."
         )

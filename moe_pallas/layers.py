@@ -20,6 +20,7 @@ Params = Mapping[str, jax.Array]
 Initializer = Callable[..., jax.Array]
 
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
+_EXPERT_MATRICES = ("w13", "w2", "shared_w13", "shared_w2", "shared_gate")
 _BIASES = ("router_bias", "correction_bias", "b13", "b2")
 
 
@@ -150,7 +151,7 @@ class MoE:
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
         dtype = x.dtype if self.dtype is None else self.dtype
-        cast = {name: params[name].astype(dtype) for name in params if name.startswith(("w", "shared"))}
+        cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
         inputs = x.astype(dtype)
