@@ -3,6 +3,8 @@
 #   make demo    run examples/decode_loop.py         ARGS="..." is handed on to the example
 #   make test    run the tests                       ARGS="-k router -x" is handed on to pytest
 #   make lint    ruff and mypy
+#   make bench   measure (benchmarks.run)         ARGS="--help" lists the flags, ARGS=--tiny suits a CPU
+#   make tables  write README's performance table from benchmarks/results
 #   make clean   remove the environments and caches
 #
 #   PYTHON=/path/to/python   the Python to build on (found by itself otherwise)
@@ -32,9 +34,9 @@ endif
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
-TYPED := moe_pallas $(patsubst %/,%,$(dir $(firstword $(wildcard examples/*.py))))
+TYPED := moe_pallas benchmarks $(patsubst %/,%,$(dir $(firstword $(wildcard examples/*.py))))
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint bench tables clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -50,9 +52,15 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy $(TYPED)
 
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+tables: $(STAMP)
+	$(BIN)/python -m benchmarks.tables
+
 clean:
 	rm -rf .venv .venv-latest .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
-	find moe_pallas tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find moe_pallas tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp says where and with which PYTHON the environment was made. It is void, and the environment
 # is made again, when its Python is gone, the folder was moved or copied, or another PYTHON is asked for.

@@ -1,0 +1,111 @@
+"""The arrays that one model's cells are measured on: weights and tokens made on the device, router logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.cases import Cell
+from benchmarks.timing import chain_length
+from benchmarks.variants import Variant
+
+Pair = tuple[Any, Any]
+
+
+class Inputs:
+    """Arrays for cells of one ``case`` and ``dtype``.
+
+    Args:
+      cells: The cells.
+      floors_us: Floor of each.
+      num_layers: Layers in a step; 0: by the floors.
+      memory_bytes: For all weight sets together.
+    """
+
+    def __init__(
+        self, cells: Sequence[Cell], floors_us: Sequence[float], num_layers: int, memory_bytes: float
+    ) -> None:
+        self.cells = list(cells)
+        self.spec, self.dtype = cells[0].spec, jnp.dtype(cells[0].dtype)
+        # The same for all loads of a token count, which share their programs.
+        longest: dict[int, float] = {}
+        for cell, floor in zip(cells, floors_us, strict=True):
+            longest[cell.tokens] = max(floor, longest.get(cell.tokens, 0.0))
+        self._num_layers = {t: num_layers or chain_length(floor) for t, floor in longest.items()}
+        fits = int(memory_bytes // (cells[0].expert_bytes * self.spec.num_experts))
+        # At least 2, however large; no more than the longest step has layers.
+        self._num_weight_sets = max(2, min(fits, max(self._num_layers.values())))
+
+    def num_layers(self, cell: Cell) -> int:
+        """Layers in a step."""
+        return self._num_layers[cell.tokens]
+
+    def num_weight_sets(self, cell: Cell) -> int:
+        """Distinct weights in a step."""
+        return min(self._num_weight_sets, self.num_layers(cell))
+
+    @functools.cached_property
+    def weights(self) -> list[Pair]:
+        """(w13, w2), as many as the longest step has, N(0, 1/fan_in)."""
+        shapes = [self.spec.param_shapes[name] for name in ("w13", "w2")]
+        keys = jax.random.split(jax.random.key(0), (self._num_weight_sets, 2))
+        return [
+            (_scaled_normal(key[0], shapes[0], self.dtype), _scaled_normal(key[1], shapes[1], self.dtype))
+            for key in keys
+        ]
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """(T, D), N(0, 1), T the largest; on the host, where taking the first few needs no program."""
+        most = max(cell.tokens for cell in self.cells)
+        make = jax.jit(lambda key: jax.random.normal(key, (most, self.spec.hidden_size), self.dtype))
+        return np.asarray(make(jax.random.key(1)))
+
+    def logits(self, cell: Cell, layer: int) -> np.ndarray:
+        """(T, E) of one layer: the cell's, with the experts renumbered, so that layers visit others."""
+        return np.roll(cell.logits, layer * max(1, self.spec.num_experts // 8), axis=1)
+
+    def layer_logits(self, cell: Cell) -> list[jax.Array]:
+        """Logits of all layers of a step."""
+        return [jnp.asarray(self.logits(cell, layer)) for layer in range(self.num_layers(cell))]
+
+    def shapes(self, cell: Cell, variant: Variant) -> tuple[Any, list[Pair]]:
+        """What a variant takes for x and for the weights of a step, as shapes."""
+        rows, convert = variant.rows(cell), variant.weights(cell)
+        lead = (cell.tokens,) if rows is None else rows.shape
+        pair = [jax.ShapeDtypeStruct(self.spec.param_shapes[name], self.dtype) for name in ("w13", "w2")]
+        w13, w2 = (jax.eval_shape(convert, w) if convert else w for w in pair)
+        x = jax.ShapeDtypeStruct((*lead, self.spec.hidden_size), self.dtype)
+        return x, [(w13, w2)] * self.num_weight_sets(cell)
+
+    def rows(self, cell: Cell, variant: Variant) -> jax.Array:
+        """What a variant takes for x."""
+        rows = variant.rows(cell)
+        return jnp.asarray(self.tokens[: cell.tokens] if rows is None else self.tokens[rows])
+
+    def step_weights(self, cell: Cell, convert: Callable[[Any], Any] | None = None) -> list[Pair]:
+        """The weights of a step, each array converted."""
+        sets = self.weights[: self.num_weight_sets(cell)]
+        if convert is None:
+            return sets
+        converted = jax.jit(convert)
+        return [(converted(w13), converted(w2)) for w13, w2 in sets]
+
+    def release(self) -> None:
+        """Free the weights; they are made again, the same, when next asked for."""
+        self.__dict__.pop("weights", None)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _scaled_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def one(key: jax.Array) -> jax.Array:
+        return (jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+
+    # One expert after the other: the float32 numbers of all of them would not fit.
+    return lax.map(one, jax.random.split(key, shape[0]))
