@@ -15,6 +15,7 @@ import itertools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,7 +81,8 @@ def measure(
     roofs = roofline.measure_roofs(list(dict.fromkeys(cell.dtype for cell in cells)), tiny=tiny)
     how = dataclasses.asdict(options)
     how["deadline"] = None
-    head = results.header(commit, roofs=roofs, options=how)
+    failures: list[str] = []
+    head = results.header(commit, roofs=roofs, options=how, failures=failures)
     table = Table([v.name for v in variants if v.kind == BASELINE])
     table.head(head)
     groups = [list(group) for _, group in itertools.groupby(cells, key=lambda cell: (cell.case, cell.dtype))]
@@ -101,16 +103,20 @@ def measure(
             lambda what, done, total, name=name: progress(f"{name}: {what} {done}/{total}"),  # type: ignore[misc]
         )
         start = time.monotonic()
-        if start < options.deadline:
-            session.compile()
-        print(f"{name}: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
-        for new in session.run():
-            rows += new
-            table.cell(new)
-            save()
-            progress(name, finished=1)
+        try:
+            if start < options.deadline:
+                session.compile()
+            print(f"{name}: compiled in {time.monotonic() - start:.0f} s", file=sys.stderr)
+            for new in session.run():
+                rows += new
+                table.cell(new)
+                save()
+                progress(name, finished=1)
+            sessions.append(session)
+        except Exception:  # a model that does not fit, say; the others are still wanted
+            traceback.print_exc()
+            failures.append(name)
         session.inputs.release()
-        sessions.append(session)
     if profile:
         for session in sessions:
             if time.monotonic() < options.deadline:
@@ -119,6 +125,7 @@ def measure(
                 session.inputs.release()
                 save()  # the rows are the sessions' own, so what was added is in them
     save()
+    table.details(rows)
     progress("done", last=True)
     return {**head, "rows": rows}
 
@@ -170,6 +177,9 @@ def main(argv: Sequence[str]) -> None:
         roofline.plot(result, _PLOT.value)
     if red := [row for row in result["rows"] if row["status"] == "red"]:
         print(f"{len(red)} rows are RED: wrong results, not timed.", file=sys.stderr)
+    if result["failures"]:
+        print(f"Not measured, see above: {', '.join(result['failures'])}", file=sys.stderr)
+    if red or result["failures"]:
         sys.exit(1)
 
 

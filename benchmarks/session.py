@@ -100,7 +100,7 @@ class Session:
         self.inputs = Inputs(self.cells, floors, options.num_layers, options.memory_bytes)
         self.rows: dict[tuple[Cell, Entry], Row] = {}
         self._entries: dict[Cell, list[Entry]] = {cell: [] for cell in self.cells}
-        self._programs: dict[tuple[str, str], Any] = {}
+        self._programs: dict[str, dict[str, Any] | BaseException] = {}
         self._truths: dict[tuple[str, int], gate.Truth] = {}
         platform = jax.default_backend()
         for cell, floor in zip(self.cells, floors, strict=True):
@@ -122,50 +122,50 @@ class Session:
         parts = (cell.case, f"T{cell.tokens}", variant.name, entry.config, f"{layers}x{groups}")
         return re.sub(r"\W+", "_", "_".join(parts))
 
-    def _jobs(self) -> dict[tuple[str, str], Callable[[], Any]]:
-        """(name, LAYER or EXPERTS) → job that gives {kind: program}; ("route", T) → the router."""
-        jobs: dict[tuple[str, str], Callable[[], Any]] = {}
-        router = functools.partial(route, spec=self.inputs.spec)
-        for cell in self.cells:
-            layers = self.inputs.num_layers(cell)
-            logits = jax.ShapeDtypeStruct((cell.tokens, cell.spec.num_experts), jnp.float32)
-            routing = jax.eval_shape(router, logits)
-            if cell.tokens in self.options.detail_tokens:
-                jobs["route", str(cell.tokens)] = functools.partial(_compile_router, router, logits)
-            for entry in self._entries[cell]:
-                name, detailed = self._name(cell, entry), self._is_detailed(cell, entry)
-                x, weights = self.inputs.shapes(cell, entry.variant)
-                kinds = {LAYER: GRAPHS} | ({NO_GRAPH: NO_GRAPHS} if detailed else {})
-                layer = entry.variant.layer(cell, entry.config)
-                args = (x, [logits] * layers, weights)
-                jobs[name, LAYER] = functools.partial(compile_step, layer, args, layers, name, kinds)
-                if detailed and entry.variant.experts:
-                    experts = entry.variant.experts(cell, entry.config)
-                    args = (x, [routing] * layers, weights)
-                    jobs[name, EXPERTS] = functools.partial(
-                        compile_step, experts, args, layers, f"{name}_experts", {EXPERTS: GRAPHS}
-                    )
-        return jobs
+    def _compile_entry(self, cell: Cell, entry: Entry) -> dict[str, Any]:
+        """Kind → program. In one job, since XLA tunes a product once if its programs come one by one."""
+        name, layers = self._name(cell, entry), self.inputs.num_layers(cell)
+        x, weights = self.inputs.shapes(cell, entry.variant)
+        logits = jax.ShapeDtypeStruct((cell.tokens, cell.spec.num_experts), jnp.float32)
+        detailed = self._is_detailed(cell, entry)
+        kinds = {LAYER: GRAPHS} | ({NO_GRAPH: NO_GRAPHS} if detailed else {})
+        layer = entry.variant.layer(cell, entry.config)
+        programs = compile_step(layer, (x, [logits] * layers, weights), layers, name, kinds)
+        if detailed and entry.variant.experts:
+            routing = jax.eval_shape(functools.partial(route, spec=cell.spec), logits)
+            experts = entry.variant.experts(cell, entry.config)
+            args = (x, [routing] * layers, weights)
+            programs |= compile_step(experts, args, layers, f"{name}_experts", {EXPERTS: GRAPHS})
+        return programs
+
+    def _compile_router(self, tokens: int) -> dict[str, Any]:
+        spec = self.inputs.spec
+        logits = jax.ShapeDtypeStruct((tokens, spec.num_experts), jnp.float32)
+        return {"route": jax.jit(functools.partial(route, spec=spec)).lower(logits).compile()}
 
     def compile(self) -> None:
         """Compile everything; meanwhile make the weights and compute the truth."""
+        jobs: dict[str, Callable[[], dict[str, Any]]] = {}
+        for cell in self.cells:
+            for entry in self._entries[cell]:
+                jobs[self._name(cell, entry)] = functools.partial(self._compile_entry, cell, entry)
+            if cell.tokens in self.options.detail_tokens:
+                jobs[f"route {cell.tokens}"] = functools.partial(self._compile_router, cell.tokens)
         with ThreadPoolExecutor(1) as pool:
             truth = pool.submit(self._compute_truths)
             self._programs = compile_all(
-                self._jobs(),
+                jobs,
                 deadline=self.options.deadline,
                 progress=functools.partial(self.progress, "compile"),
             )
             truth.result()
 
     def _programs_of(self, cell: Cell, entry: Entry) -> dict[str, Any]:
-        """Kind → program; raises what compiling the layer raised. Experts that don't compile have none."""
-        name = self._name(cell, entry)
-        layer = self._programs[name, LAYER]
-        if isinstance(layer, BaseException):
-            raise layer
-        experts = self._programs.get((name, EXPERTS), {})
-        return layer | (experts if isinstance(experts, dict) else {})
+        """Kind → program; raises what compiling them raised."""
+        programs = self._programs[self._name(cell, entry)]
+        if isinstance(programs, BaseException):
+            raise programs
+        return programs
 
     def _compute_truths(self) -> None:
         for load in dict.fromkeys(cell.load for cell in self.cells):
@@ -186,8 +186,9 @@ class Session:
 
     def _run_cell(self, cell: Cell) -> None:
         logits = self.inputs.layer_logits(cell)
-        router = self._programs.get(("route", str(cell.tokens)))
-        routings = [Routing(*router(value)) for value in logits] if callable(router) else []
+        routings: list[Routing] = []
+        if isinstance(programs := self._programs.get(f"route {cell.tokens}"), dict):
+            routings = [Routing(*programs["route"](value)) for value in logits]
         converted: dict[Any, Any] = {}  # variants with the same conversion share what it makes
         steps: dict[str, dict[Entry, Step]] = {LAYER: {}, NO_GRAPH: {}, EXPERTS: {}}
         for entry in self._entries[cell]:
@@ -236,6 +237,9 @@ class Session:
                     gb_per_s=cell.min_bytes / (timing.time_us * 1e3),
                     num_layers=self.inputs.num_layers(cell),
                     weight_sets=self.inputs.num_weight_sets(cell),
+                    bytes_until_reuse=self.inputs.num_weight_sets(cell)
+                    * cell.experts_hit
+                    * cell.expert_bytes,
                     rounds=timing.rounds,
                     calls=timing.calls,
                 )
@@ -298,10 +302,6 @@ def _new_row(cell: Cell, entry: Entry, floor: float, reason: str | None) -> Row:
         "min_bytes": cell.min_bytes,
         "flops": cell.flops,
     }
-
-
-def _compile_router(router: Callable[..., Any], logits: Any) -> Any:
-    return jax.jit(router).lower(logits).compile()
 
 
 def _first_line(error: BaseException) -> str:

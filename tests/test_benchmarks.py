@@ -228,6 +228,8 @@ def test_detailed_cells_have_more_times(finished: tuple[dict[str, Any], Path, st
 
 def test_table_is_printed(finished: tuple[dict[str, Any], Path, str]) -> None:
     _, _, shown = finished
+    shown, _, details = shown.partition("no graphs")
+    assert sum(line.startswith("tiny ") for line in details.splitlines()) == 2
     lines = [line for line in shown.splitlines() if line.startswith("tiny ")]
     assert len(lines) == 10
     assert "x lax_ragged_dot" in shown
