@@ -60,7 +60,7 @@ class Table:
         )
         names = [f"{name:{width}}" for name, width in _COLUMNS]
         names += [f"x {name:>{max(len(name), 6)}}" for name in self.baselines]
-        print(" ".join([*names, f"{'elsewhere':>22}", "   error"]), file=self.out, flush=True)
+        print(" ".join([*names, f"{'elsewhere':>30}", "   error"]), file=self.out, flush=True)
 
     def cell(self, rows: Iterable[Row]) -> None:
         """Print the rows of one cell."""
@@ -101,7 +101,7 @@ class Table:
             known = other is not None and row["kind"] != "bound"
             cells.append(f"{other['time_us'] / us if other and known else '-':>{max(len(name), 6) + 2}.4}")
         rival = best(self.rivals.get(cell_of(row), []))
-        cells.append(f"{'{:.1f} {}'.format(rival['time_us'], rival['rival']) if rival else '-':>22.22}")
+        cells.append(f"{'{:.1f} {}'.format(rival['time_us'], rival['rival']) if rival else '-':>30.30}")
         error = row["error"]
         return " ".join([*cells, f"{error:8.1e}" if error is not None else f"{'-':>8}"])
 
