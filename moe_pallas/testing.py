@@ -29,14 +29,15 @@ class Tolerance:
     rms: float
 
 
-# An output of dtype with unit roundoff u has two roundings of that size on its way: the activation's
-# result and the output itself. Each is uniform within ±u of its value, so the RMS error is about
-# sqrt(2/3) · u (u = 2**-9, 2**-12): 1.6e-3 in bfloat16, 2e-4 in float16. The largest of 1e6 elements is 5
-# times its row's RMS, so its own rounding alone is up to 5 u = 1e-2 and 1.2e-3. The bounds are twice that.
+# An output of dtype with unit roundoff u (2**-8, 2**-11) has two roundings of that size on its way: the
+# activation's result and the output itself. One is at most u of its value, 0.42 u in RMS, so both together
+# have an RMS error of 0.6 u: 2.3e-3 in bfloat16 (measured: 2.3e-3 to 2.5e-3), 2.9e-4 in float16. The largest
+# of 1e6 elements is 5 times its row's RMS, so its own rounding alone is up to 5 u: 2e-2 and 2.4e-3. The
+# bounds are 1.5 to 1.7 times that: one more rounding on the way is seen.
 # float32: u = 2**-24, and sums of K terms in any order, K up to 16384: sqrt(K) · u = 8e-6.
 TOLERANCES = {
-    "bfloat16": Tolerance(max=2e-2, rms=3e-3),
-    "float16": Tolerance(max=2.5e-3, rms=4e-4),
+    "bfloat16": Tolerance(max=3e-2, rms=4e-3),
+    "float16": Tolerance(max=4e-3, rms=5e-4),
     "float32": Tolerance(max=5e-5, rms=1e-5),
 }
 
