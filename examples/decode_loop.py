@@ -41,7 +41,7 @@ def define_flags() -> None:
     flags.DEFINE_multi_string("prompt", ["The import statement"], "Text to continue; several are one batch.")
     flags.DEFINE_multi_string("prompt_ids", [], "Instead of --prompt: token ids, '1,306,4658'; prints ids.")
     flags.DEFINE_integer("max_new_tokens", 200, "Stop after so many tokens.", lower_bound=1)
-    flags.DEFINE_float("temperature", 0.6, "0 takes the likeliest token, else samples.", lower_bound=0.0)
+    flags.DEFINE_float("temperature", 0.5, "0 takes the likeliest token, else samples.", lower_bound=0.0)
     flags.DEFINE_integer("seed", 0, "Of the sampling.")
     flags.DEFINE_enum(
         "dtype", "auto", ["auto", *TOLERANCE], "To compute in; auto: float32 on a CPU, else the checkpoint's."

@@ -188,7 +188,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
 
 
 class KVCache(NamedTuple):
-    """Keys (rotated) and values of one block, both (B, S, G, head_dim): slot = position in the sequence."""
+    """Keys (rotated) and values of one block, both (B, G, S, head_dim): slot = position in the sequence."""
 
     keys: jax.Array
     values: jax.Array
@@ -207,7 +207,7 @@ class MoERecord(NamedTuple):
 
 def init_cache(config: DecoderConfig, batch: int, slots: int, dtype: Any) -> tuple[KVCache, ...]:
     """An empty cache for every block."""
-    shape = (batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (batch, config.num_kv_heads, slots, config.head_dim)
     return tuple(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
@@ -270,21 +270,25 @@ def attention(
     angles = rotary_angles(config, positions)
     q, k = rotate(q, angles), rotate(k, angles)
 
-    if cache is not None:
+    if cache is None:
+        keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    else:
         row = jnp.arange(batch)[:, None]
-        k = cache.keys.at[row, positions].set(k, mode="drop")
-        v = cache.values.at[row, positions].set(v, mode="drop")
-        cache = KVCache(k, v)
+        keys = cache.keys.at[row, :, positions].set(k, mode="drop")
+        values = cache.values.at[row, :, positions].set(v, mode="drop")
+        cache = KVCache(keys, values)
 
-    q = q.reshape(batch, tokens, groups, heads // groups, width)
+    # Sequences and heads first: products over (T, head_dim) and (S, head_dim) that need no transposed copy.
+    q = q.reshape(batch, tokens, groups, heads // groups, width).transpose(0, 2, 3, 1, 4)
     scores = jnp.einsum(
-        "btghd,bsgd->bghts", q, k, precision=_PRECISION, preferred_element_type=jnp.float32
+        "bghtd,bgsd->bghts", q, keys, precision=_PRECISION, preferred_element_type=jnp.float32
     ) / np.sqrt(width).astype(np.float32)
-    visible = jnp.arange(k.shape[1]) <= positions[:, :, None]  # (B, T, S)
+    visible = jnp.arange(keys.shape[2]) <= positions[:, :, None]  # (B, T, S)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("bghts,bsgd->btghd", weights, v, precision=_PRECISION)
-    return linear(mixed.reshape(batch, tokens, heads * width), params["o"]), cache
+    mixed = jnp.einsum("bghts,bgsd->bghtd", weights, values, precision=_PRECISION)
+    mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * width)
+    return linear(mixed, params["o"]), cache
 
 
 # Blocks are alike, so jit traces one of them once and calls it again for the others.

@@ -1,0 +1,352 @@
+"""The examples: whole models against Hugging Face's outputs, the decode loop, the check, the training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+pytest.importorskip("optax")
+from safetensors.numpy import load_file
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+GOLDENS = ROOT / "tests" / "data" / "goldens"
+PROMPT = "The import statement"  # the demo's
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
+
+sys.path.insert(0, str(EXAMPLES))
+import decode_loop  # noqa: E402
+import decoder  # noqa: E402
+import train_tiny  # noqa: E402
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python as a user does, on one CPU device, and with warnings as errors."""
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(EXAMPLES), env.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "error", *args]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def run_example(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return run_python(str(EXAMPLES / name), *args)
+
+
+def copy_with(tmp_path: pathlib.Path, family: str, **fields: Any) -> pathlib.Path:
+    """A golden checkpoint with other fields in its config.json."""
+    folder = tmp_path / family
+    shutil.copytree(GOLDENS / family, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def golden(request) -> tuple[decoder.DecoderConfig, decoder.Params, dict[str, np.ndarray]]:
+    folder = GOLDENS / request.param
+    return *decoder.load_checkpoint(folder), load_file(folder / "golden.safetensors")
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tuple[decoder.DecoderConfig, decoder.Params]:
+    return decoder.load_checkpoint(GOLDENS / "qwen3_moe")
+
+
+def assert_close(actual: jax.Array, expected: np.ndarray, tolerance: float = 1e-4) -> None:
+    error = np.max(np.abs(np.asarray(actual, np.float64) - expected)) / np.max(np.abs(expected))
+    assert error < tolerance
+
+
+def test_logits_and_moe_layers_are_hugging_faces(golden):
+    config, params, expected = golden
+    hidden, cache, records = decoder.forward(config, params, jnp.asarray(expected["input_ids"], jnp.int32))
+    assert cache is None
+    assert_close(decoder.unembed(config, params, hidden), expected["logits"])
+    for i, record in enumerate(records):
+        assert_close(record.inputs, expected[f"layers.{i}.moe_in"])
+        assert_close(record.outputs, expected[f"layers.{i}.moe_out"])
+
+
+def test_greedy_continuation_is_hugging_faces(golden):
+    config, params, expected = golden
+    ids = expected["greedy_prompt_and_continuation"][0].tolist()
+    check = decode_loop.MoECheck(config, params)
+    generation = decode_loop.generate(config, params, [ids[:6]], max_new_tokens=16, check=check)
+    assert ids[:6] + generation.tokens[0] == ids
+    assert generation.decode_steps == len(ids) - 7
+    assert check.passed and max(check.worst) > 0
+
+
+def test_prefill_in_pieces_and_padding_change_nothing(golden):
+    """The cache serves a prompt's second half, and padding at the end of either half is never seen."""
+    config, params, expected = golden
+    tokens = np.asarray(expected["input_ids"], np.int32)
+    cache = decoder.init_cache(config, 2, 24, jnp.float32)
+    for start, stop in ((0, 5), (5, 12)):
+        padded = np.full((2, 9), 255, np.int32)
+        padded[:, : stop - start] = tokens[:, start:stop]
+        offsets = np.arange(9, dtype=np.int32)
+        positions = np.broadcast_to(start + offsets, padded.shape)
+        mask = np.broadcast_to(offsets < stop - start, padded.shape)
+        hidden, cache, _ = decoder.forward(config, params, padded, positions, cache, mask)
+        logits = decoder.unembed(config, params, hidden)[:, : stop - start]
+        assert_close(logits, expected["logits"][:, start:stop])
+
+
+def test_batch_equals_single_prompts(qwen):
+    """Prompts of different lengths, one of which ends early, do not disturb each other."""
+    config, params = qwen
+    golden = load_file(GOLDENS / "qwen3_moe" / "golden.safetensors")
+    rows = golden["input_ids"].tolist()
+    prompts = [rows[0][:6], rows[1][:11], rows[1][:1]]
+    together = decode_loop.generate(config, params, prompts, max_new_tokens=10).tokens
+    assert [len(tokens) for tokens in together] == [1, 10, 10]
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert decode_loop.generate(config, params, [prompt], max_new_tokens=10).tokens == [tokens]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_check_passes_in_half_precision(dtype):
+    config, params = decoder.load_checkpoint(GOLDENS / "qwen3_moe", dtype=dtype)
+    check = decode_loop.MoECheck(config, params)
+    decode_loop.generate(config, params, [[5, 6, 7], [8]], max_new_tokens=3, temperature=1.0, check=check)
+    assert check.passed and max(check.worst) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["router", "w13", "w2"])
+def test_check_finds_a_perturbed_weight(qwen, name):
+    config, params = qwen
+    check = decode_loop.MoECheck(config, params)
+    wrong = jax.tree.map(lambda x: x, params)
+    wrong["layers"][1]["moe"][name] = wrong["layers"][1]["moe"][name] * 1.01
+    decode_loop.generate(config, wrong, [[5, 6, 7]], max_new_tokens=2, check=check)
+    assert not check.passed
+    assert check.worst[0] <= check.tolerance < check.worst[1]
+    assert "FAILED" in check.report() and "layer 1" in check.report()
+
+
+def test_check_finds_nan_and_unclean_padding(qwen):
+    config, params = qwen
+    inputs = jnp.ones((1, 2, 64))
+    mask = np.array([[True, False]])
+    right = jax.jit(config.moe.apply)(params["layers"][0]["moe"], inputs, mask=mask)
+    for row, value in ((0, jnp.nan), (1, 1e-6)):
+        check = decode_loop.MoECheck(config, params)
+        check(((inputs, right),), mask)
+        assert check.passed
+        check(((inputs, right.at[0, row, 3].set(value)),), mask)
+        assert not check.passed
+
+
+def test_sampling_is_seeded(qwen):
+    config, params = qwen
+
+    def sample(temperature: float, seed: int) -> list[list[int]]:
+        return decode_loop.generate(
+            config, params, [[5, 6, 7]], max_new_tokens=12, temperature=temperature, seed=seed
+        ).tokens
+
+    assert sample(1.0, 1) == sample(1.0, 1)
+    assert sample(1.0, 1) != sample(1.0, 2)
+    assert sample(0.0, 1) == sample(0.0, 2) == sample(1e-4, 1)
+
+
+def test_context_is_respected(qwen):
+    config, params = qwen
+    config = dataclasses.replace(config, max_positions=20, eos_token_ids=())
+    for prompt, new in ((list(range(10, 29)), 1), ([3], 19)):
+        assert len(decode_loop.generate(config, params, [prompt], max_new_tokens=50).tokens[0]) == new
+    with pytest.raises(ValueError, match=r"Prompt 1 has 20 tokens; .* 20.* Shorten the prompt to 19"):
+        decode_loop.generate(config, params, [[3], list(range(20))], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [([], "no prompt"), ([[1], []], "Prompt 1 is empty"), ([[1, 256, -1]], r"\[256, -1\].* 0 … 255")],
+)
+def test_prompts_are_checked(qwen, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        decode_loop.generate(*qwen, prompts, max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "'llama'.*mixtral, qwen3_moe, olmoe"),
+        ({"sliding_window": 64, "use_sliding_window": True}, "sliding_window = 64"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ],
+)
+def test_unknown_architectures_are_refused(tmp_path, fields, message):
+    folder = copy_with(tmp_path, "qwen3_moe", **fields)
+    with pytest.raises(decoder.UnsupportedError, match=message):
+        decoder.load_checkpoint(folder)
+
+
+def test_older_configs_are_read(tmp_path):
+    """Before transformers 5 rope_theta stood at the top; a window that is switched off may have a size."""
+    folder = copy_with(
+        tmp_path, "qwen3_moe", rope_parameters=None, rope_theta=5e5, sliding_window=64, eos_token_id=[7, 9]
+    )
+    (folder / "generation_config.json").unlink()
+    config, _ = decoder.load_checkpoint(folder)
+    assert config.rope_theta == 5e5
+    assert config.eos_token_ids == (7, 9)
+
+
+def test_missing_config_field_is_named(tmp_path):
+    folder = copy_with(tmp_path, "mixtral", rope_parameters=None)
+    with pytest.raises(ValueError, match=r"mixtral.* needs the field 'rope_theta'"):
+        decoder.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_checkpoint_is_read_back(tmp_path, family, tied):
+    config, params = decoder.load_checkpoint(GOLDENS / family)
+    config = dataclasses.replace(config, tie_embeddings=tied)
+    if tied:
+        del params["lm_head"]
+    decoder.save_checkpoint(tmp_path / "saved", config, params, jnp.float32)
+    again, read = decoder.load_checkpoint(tmp_path / "saved")
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_tokenizers(tmp_path, monkeypatch):
+    text = "naïve → text"
+    byte = decode_loop.load_tokenizer(tmp_path, 256)
+    assert byte.decode(byte.encode(text)) == text
+    assert byte.decode([65, 255]) == "A\ufffd"
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json.*vocab_size 1000.*--prompt_ids"):
+        decode_loop.load_tokenizer(tmp_path, 1000)
+    ids = decode_loop.IdTokenizer()
+    assert ids.decode(ids.encode("1, 306,4658")) == "1,306,4658"
+    with pytest.raises(ValueError, match="'1,x'"):
+        ids.encode("1,x")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install tokenizers, or give --prompt_ids"):
+        decode_loop.load_tokenizer(tmp_path, 256)
+
+
+def test_demo_prints_text_and_speeds():
+    """What `make demo` runs: the trained model continues its prompt."""
+    run = run_example("decode_loop.py", "--max_new_tokens=12", "--check")
+    assert run.returncode == 0, run.stderr
+    text, rest = run.stdout.split("\n\nmodel: ")
+    assert text.startswith(PROMPT) and len(text) == len(PROMPT) + 12 and text.isascii()
+    assert "4 layers, 8 experts, top-2" in rest
+    assert re.search(r"time to first token: [\d.]+ ms", run.stdout)
+    assert re.search(r"decode speed: [\d.]+ tokens/s", run.stdout)
+    assert re.search(r"prefill: +32 tokens per step on xla", run.stdout)
+    assert re.search(r"decode: +1 tokens per step on xla", run.stdout)
+    assert re.search(r"check .*passed", run.stdout)
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--checkpoint=nowhere"], "nowhere"),
+        (["--prompt", "x" * 5000], "Prompt 0 has 5000 tokens"),
+        (["--backend=abacus"], "abacus"),
+    ],
+)
+def test_demo_fails_clearly(args, message):
+    run = run_example("decode_loop.py", *args)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: ") and message in run.stderr and "Traceback" not in run.stderr
+
+
+def test_demo_fails_if_a_layer_is_wrong():
+    """The command line's exit status, with a layer whose every output is a little too large."""
+    script = """
+from absl import app
+import decode_loop, decoder
+
+apply = decoder.MoE.apply
+
+def wrong(*args, **kwargs):
+    y, aux = apply(*args, **kwargs)
+    return y * 1.001, aux
+
+decoder.MoE.apply = wrong
+decode_loop.define_flags()
+app.run(decode_loop.main)
+"""
+    args = [f"--checkpoint={GOLDENS / 'mixtral'}", "--prompt_ids=4,5", "--max_new_tokens=2"]
+    run = run_python("-c", script, *args, "--check")
+    assert run.returncode == 1
+    assert run.stderr == "error: --check failed, see above.\n"
+    assert "FAILED" in run.stdout and "layer 1: 1.0e-03  <-- above the tolerance" in run.stdout
+
+
+def test_trained_model_predicts_english():
+    """The weights in the repository are those of a trained model: few bits per byte on a plain sentence."""
+    config, params = decoder.load_checkpoint(decode_loop.TINY_LM, dtype="float32")
+    text = b"If the object is not a string, the function returns a list of the names in the module."
+    tokens = np.frombuffer(text, np.uint8).astype(np.int32)[None]
+    assert float(train_tiny.losses(config, params, tokens)[0]) / np.log(2) < 2.5
+    size = (decode_loop.TINY_LM / "model.safetensors").stat().st_size
+    assert size < 3.2e6
+
+
+def test_training_learns_and_writes_what_the_decode_loop_reads(tmp_path):
+    sizes = (
+        "--layers=1 --hidden=32 --intermediate=32 --heads=2 --kv_heads=1 --experts=4 --batch=8 --context=64"
+    )
+    run = run_example(
+        "train_tiny.py", *sizes.split(), "--steps=60", "--log_every=20", f"--output={tmp_path / 'model'}"
+    )
+    assert run.returncode == 0, run.stderr
+    first, *rest = (float(x) for x in re.findall(r"loss (\d+\.\d+)", run.stdout))
+    assert len(rest) == 4  # three lines of progress and the held-out loss
+    assert first > 5.3 and rest[0] > rest[1] > rest[2] and rest[-1] < 3.4
+    assert re.search(r"step 60/60 .* tokens/s  load max/mean \d\.\d\d  0 s left", run.stdout)
+
+    config, params = decoder.load_checkpoint(tmp_path / "model", dtype="float32")
+    assert config.max_positions == 64
+    generation = decode_loop.generate(config, params, [list(b"The ")], max_new_tokens=5)
+    assert len(generation.tokens[0]) == 5
+
+
+def test_training_is_reproducible():
+    config, _ = decoder.load_checkpoint(GOLDENS / "qwen3_moe")
+    config = dataclasses.replace(config, num_layers=1)
+    text = np.frombuffer((EXAMPLES / "decoder.py").read_bytes(), np.uint8)
+    optimizer = train_tiny.optax.adamw(1e-2)
+    train_steps = jax.jit(train_tiny.make_train_steps(config, optimizer, 0.01))
+
+    def train() -> train_tiny.Progress:
+        params = decoder.init_params(config, jax.random.key(0))
+        data = train_tiny.batches(text, 4, 32, seed=0)
+        tokens = np.stack([next(data) for _ in range(8)])
+        return jax.device_get(train_steps(params, optimizer.init(params), tokens)[2])
+
+    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+        progress, again = train(), train()
+    assert progress.entropy[-1] < progress.entropy[0] - 1
+    assert progress.loads.shape == (8, 1, 16) and (progress.loads.sum(-1) == 4 * 32 * 4).all()
+    jax.tree.map(np.testing.assert_array_equal, progress, again)
+
+
+def test_corpus_is_python_documentation():
+    train, held_out = train_tiny.corpus()
+    assert len(train) > 1e6 and 0.02 < len(held_out) / len(train) < 0.2
+    assert b"statement" in train.tobytes()
