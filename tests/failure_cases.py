@@ -186,9 +186,9 @@ def grouped_matmul_for(platform: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 def poison_memory() -> None:
     """Leave NaN and 1e30 in freed memory of many sizes: what is read before it is written then shows."""
     for value in (np.nan, 1e30):
-        arrays = [np.full(1 << n, value, np.float32) for n in range(6, 21) for _ in range(3)]
-        arrays += [jnp.array(array, copy=True).block_until_ready() for array in arrays[::3]]
-        del arrays
+        on_host = [np.full(1 << n, value, np.float32) for n in range(6, 21) for _ in range(3)]
+        on_device = [jnp.array(array, copy=True).block_until_ready() for array in on_host[::3]]
+        del on_host, on_device
 
 
 def assert_same_bits(actual: ArrayLike, expected: ArrayLike) -> None:

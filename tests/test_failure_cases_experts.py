@@ -80,7 +80,7 @@ def loop(rows: NDArray, weights: NDArray, group_sizes: ArrayLike) -> NDArray:
 # A shapes and tails
 
 
-@pytest.mark.parametrize(("k", "n"), [(96, 96), (97, 33), (63, 65), (1, 1), (130, 7)])
+@pytest.mark.parametrize(("k", "n"), [(96, 96), (97, 33), (1, 130)])
 def test_a1_tails_of_the_contraction_and_the_outputs(grouped_matmul: Any, k: int, n: int) -> None:
     rows, weights = normal(32, k), normal(32, n, k)
     got = grouped_matmul(rows, weights, np.ones(32, np.int32))
@@ -100,12 +100,9 @@ def test_a1_one_token_per_expert(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-@pytest.mark.parametrize("capacity", [16, 64])
-def test_a3_rows_past_the_count_are_zero_and_touch_nobody(
-    grouped_matmul: Any, dtype: Any, capacity: int
-) -> None:
+def test_a3_rows_past_the_count_are_zero_and_touch_nobody(grouped_matmul: Any, dtype: Any) -> None:
     counts = np.array([3, 8, 0, 5], np.int32)
-    rows, weights = normal(capacity, 64, dtype=dtype), normal(4, 32, 64, dtype=dtype)
+    rows, weights = normal(64, 64, dtype=dtype), normal(4, 32, 64, dtype=dtype)
     expected = loop(rows, weights, counts)
     rows[16:] = 1e4
     poison_memory()
@@ -159,16 +156,21 @@ def test_a5_no_tokens(backend: str, lead: tuple[int, ...]) -> None:
     assert reference.moe(params, np.asarray(x), spec).shape == (*lead, 16)
 
 
+def test_a5_no_rows(grouped_matmul: Any) -> None:
+    rows, weights = normal(0, 6), normal(3, 5, 6)
+    out, pull_back = jax.vjp(lambda r, w: grouped_matmul(r, w, np.zeros(3, np.int32)), rows, weights)
+    d_rows, d_weights = pull_back(out)
+    assert (out.shape, d_rows.shape, d_weights.shape) == ((0, 5), (0, 6), (3, 5, 6))
+    assert not np.asarray(d_weights).any()
+
+
 @pytest.mark.parametrize(
     "counts",
     [
         [128, 130, 65],
         [100, 0, 28, 1],
         [7, 8, 9, 15, 16, 17, 0, 1],
-        [31, 32, 33, 63, 64, 65],
-        [127, 1, 129, 0, 0, 2, 255],
         [0, 0, 0, 5],
-        [1, 0, 300],
     ],
     ids=str,
 )
@@ -193,7 +195,7 @@ def test_a6_groups_that_end_inside_a_block(grouped_matmul: Any, counts: list[int
     assert_close_by_expert(d_weights, expected, 1e-5)
 
 
-@pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("block", [8, 32, 128])
 @pytest.mark.parametrize("extra", [0, 1])
 def test_a6_every_block_size(grouped_matmul: Any, block: int, extra: int) -> None:
     """R around the thresholds where the portable backend takes the next block size; all splits in two."""
@@ -645,7 +647,7 @@ def test_g2_interleaved_columns_alternate(implementation: str) -> None:
 
 
 @implementations
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
 def test_g2_both_orders_are_the_same_layer(implementation: str, activation: str) -> None:
     """With weights, biases and per-column scales converted together, results agree to the last bit."""
     stacked = make_spec(expert_bias=True, activation=activation)
@@ -722,7 +724,7 @@ def test_g6_the_second_bias_is_weighted(implementation: str, weights: list[float
 @implementations
 @pytest.mark.parametrize(
     ("num_tokens", "dtype", "weight_on"),
-    [(1, "float32", "output"), (40, "bfloat16", "output"), (40, "float32", "input")],
+    [(1, "float32", "output"), (40, "bfloat16", "input")],
 )
 def test_g7_biases_reach_the_output_on_every_path(
     implementation: str, num_tokens: int, dtype: str, weight_on: str
@@ -789,7 +791,7 @@ def outputs_and_gradients(backend: str, top_k: int, dtype: str) -> str:
 
 
 @backends
-@pytest.mark.parametrize(("top_k", "dtype"), [(1, "bfloat16"), (8, "bfloat16"), (2, "float32")])
+@pytest.mark.parametrize(("top_k", "dtype"), [(1, "float32"), (8, "bfloat16")])
 def test_h3_twenty_runs_agree_bitwise(backend: str, top_k: int, dtype: str) -> None:
     outputs_and_gradients(backend, top_k, dtype)
 

@@ -144,7 +144,7 @@ def value_and_gradient(backend: str) -> Any:
 
 
 @backends
-@pytest.mark.parametrize("mapped", ["x", "experts", "router_bias", "all"])
+@pytest.mark.parametrize("mapped", ["x", "experts", "router_bias"])
 def test_l3_vmap_equals_a_loop(backend: str, mapped: str) -> None:
     params = [random_params(FULL, seed=seed) for seed in range(3)]
     xs = np.stack([random_tokens(FULL, 6, seed=seed) for seed in range(3)])
@@ -152,13 +152,12 @@ def test_l3_vmap_equals_a_loop(backend: str, mapped: str) -> None:
         "x": (),
         "experts": ("w13", "w2", "b13", "b2"),
         "router_bias": ("router_bias",),
-        "all": tuple(FULL.param_shapes),
     }[mapped]
     axes = {name: 0 if name in names else None for name in FULL.param_shapes}
     stacked = {
         name: np.stack([p[name] for p in params]) if name in names else params[0][name] for name in axes
     }
-    x_axis = 0 if mapped in ("x", "all") else None
+    x_axis = 0 if mapped == "x" else None
     x = xs if x_axis == 0 else xs[0]
 
     one = value_and_gradient(backend)
@@ -217,7 +216,6 @@ SHARDINGS = {
         "shared_w13": P("x"),
         "shared_w2": P(None, "x"),
     },
-    "hidden": {"router": P(None, "x"), "w13": P(None, None, "x"), "w2": P(None, "x"), "shared_gate": P("x")},
     "tokens": {},
 }
 
@@ -344,10 +342,10 @@ def test_j4_one_program_serves_every_count_mask_and_routing(backend: str) -> Non
         return MoE(spec, backend=backend).apply(params, x, num_tokens=count, mask=mask)
 
     poison_memory()
-    for count in (24, 0, 1, 23, 12):
+    for count in (24, 0, 1, 23, 12, -3, 99):
         y = apply(params, x, np.int32(count), None, None)
         assert_close(y, reference.moe(params, x, spec, mask=np.arange(24) < count))
-        assert not np.asarray(y)[count:].any()
+        assert not np.asarray(y)[max(count, 0) :].any()
     assert (len(traced), apply._cache_size()) == (1, 1)
     rng = np.random.default_rng(4)
     for _ in range(5):
