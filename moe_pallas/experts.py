@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from moe_pallas import xla
 from moe_pallas.oracle import select_backend
 from moe_pallas.routing import Routing, check_router_inputs, drop_masked, route
-from moe_pallas.spec import MoESpec, Problem
-
-_DTYPES = ("bfloat16", "float16", "float32")
+from moe_pallas.spec import MoESpec, Problem, check_dtype, check_spec
 
 
 def fused_moe(
@@ -64,7 +62,9 @@ def fused_moe(
 
     Notes:
       Products accumulate in float32; the activation's result is rounded to x's dtype between the two
-      products; the sum over experts is in float32, rounded once. Bitwise repeatable.
+      products; the sum over experts is in float32, rounded once. Bitwise repeatable. Shapes must be known
+      when tracing: the symbolic sizes of ``jax.export`` are refused. ``jax.checkpoint`` runs the two
+      products of the forward pass once more, unless its policy saves everything.
 
     Example:
       >>> import jax
@@ -144,7 +144,10 @@ def fused_experts(
         return jnp.zeros(x.shape, x.dtype)
     if mask is not None:
         x, routing = jnp.where(mask[..., None], x, 0), drop_masked(routing, mask)
-    flat = Routing(*(jnp.asarray(leaf).reshape(tokens, spec.top_k) for leaf in routing))
+    flat = Routing(
+        jnp.asarray(routing.topk_ids, jnp.int32).reshape(tokens, spec.top_k),
+        jnp.asarray(routing.topk_weights, jnp.float32).reshape(tokens, spec.top_k),
+    )
     y = xla.fused_experts(jnp.asarray(x).reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
     return y.astype(x.dtype).reshape(x.shape)
 
@@ -168,16 +171,17 @@ def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int
             f"num_tokens={num_tokens} is not in 0 … {tokens}, the number of tokens in x {x.shape}."
         )
     num_tokens = jnp.asarray(num_tokens)
+    counter = jnp.uint32 if jnp.issubdtype(num_tokens.dtype, jnp.unsignedinteger) else jnp.int32
     if num_tokens.shape != () or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
         raise TypeError(f"num_tokens is one integer; got shape {num_tokens.shape}, dtype {num_tokens.dtype}.")
-    return (jnp.arange(tokens) < num_tokens).reshape(lead)
+    return (jnp.arange(tokens, dtype=counter) < num_tokens.astype(counter)).reshape(lead)
 
 
 def _check_operands(
     x: jax.Array, w13: jax.Array, w2: jax.Array, b13: jax.Array | None, b2: jax.Array | None, spec: MoESpec
 ) -> None:
-    if x.dtype.name not in _DTYPES:
-        raise TypeError(f"x is {', '.join(_DTYPES)}; got {x.dtype}. Cast it: x.astype(jnp.bfloat16).")
+    check_spec(spec)
+    check_dtype("x", x.dtype.name)
     if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
         raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")
     biases = {"b13": b13, "b2": b2}

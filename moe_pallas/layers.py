@@ -14,7 +14,7 @@ from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
 from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.routing import Routing, count_experts, drop_masked, load_balance_loss, route, router_z_loss
-from moe_pallas.spec import MoESpec, Problem
+from moe_pallas.spec import MoESpec, Problem, check_dtype, check_spec
 
 Params = Mapping[str, jax.Array]
 Initializer = Callable[..., jax.Array]
@@ -73,6 +73,12 @@ class MoE:
     param_dtype: Any = jnp.float32
     backend: str = "auto"
     kernel_init: Initializer = _LECUN_NORMAL
+
+    def __post_init__(self) -> None:
+        check_spec(self.spec)
+        check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
+        if self.dtype is not None:
+            check_dtype("MoE.dtype", jnp.dtype(self.dtype).name)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Make random parameters.
@@ -139,7 +145,8 @@ class MoE:
           return_aux: Also return `MoEAux`.
 
         Returns:
-          (..., D) in ``dtype``; exactly 0 at padding. With ``return_aux`` a pair of it and `MoEAux`.
+          (..., D) in ``dtype``; exactly 0 at padding. With ``return_aux`` a pair of it and `MoEAux`. A shared
+          expert is added to the routed experts' rounded sum, in float32, and rounded again.
 
         Raises:
           ValueError, TypeError, UnsupportedError: As `fused_moe`, or params that are not this layer's.
@@ -222,8 +229,11 @@ def _check_params(params: Params, spec: MoESpec) -> None:
     for name, shape in shapes.items():
         if params[name].shape != shape:
             raise ValueError(f"params[{name!r}] has shape {params[name].shape}; need {shape}.")
+        if not jnp.issubdtype(params[name].dtype, jnp.floating):
+            raise TypeError(f"params[{name!r}] is a float array; got {params[name].dtype}.")
 
 
 def _check_input(x: jax.Array, spec: MoESpec) -> None:
+    check_dtype("x", x.dtype.name)
     if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
         raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_pallas.spec import GroupScore, MoESpec, Scoring
+from moe_pallas.spec import GroupScore, MoESpec, Scoring, check_spec
 
 _EPSILON = 1e-20  # added to the sum when renormalising: sigmoid scores may all underflow to 0
 
@@ -51,7 +51,7 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
 
     Raises:
       ValueError: Shapes that disagree with ``spec``, or a correction bias missing or not expected.
-      TypeError: Logits that are no floats.
+      TypeError: Logits or a correction bias that are no floats; a spec that is no `MoESpec`.
 
     Notes:
       Ties go to the lowest expert id (groups: the lowest group). A NaN logit counts as -inf, +inf as the
@@ -76,6 +76,7 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
     if spec.num_expert_groups > 1:
         ranked = jnp.where(jnp.isneginf(logits), -jnp.inf, scores if correction_bias is None else choice)
         choice = jnp.where(_in_best_groups(ranked, spec), choice, -jnp.inf)
+    choice = jnp.where(choice == 0, 0.0, choice)  # -0 and 0 are a tie; top_k tells them apart
     chosen, ids = lax.top_k(lax.stop_gradient(choice), spec.top_k)
     weights = _weights(jnp.take_along_axis(scores, ids, axis=-1), chosen, spec)
     some_included = jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
@@ -84,6 +85,7 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
 
 def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.Array | None) -> None:
     """Raise the errors that `route` promises."""
+    check_spec(spec)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"Router logits are floats; got {logits.dtype}. Pass logits, not expert ids.")
     if logits.ndim < 1 or logits.shape[-1] != spec.num_experts:
@@ -96,8 +98,12 @@ def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.A
             f"spec.correction_bias={spec.correction_bias}, but {got}. Pass correction_bias (E,) exactly when "
             "the spec has one."
         )
-    if correction_bias is not None and correction_bias.shape != (spec.num_experts,):
+    if correction_bias is None:
+        return
+    if correction_bias.shape != (spec.num_experts,):
         raise ValueError(f"correction_bias has shape {correction_bias.shape}; need ({spec.num_experts},).")
+    if not jnp.issubdtype(correction_bias.dtype, jnp.floating):
+        raise TypeError(f"correction_bias is a float array; got {correction_bias.dtype}.")
 
 
 def drop_masked(routing: Routing, mask: jax.Array) -> Routing:
@@ -135,7 +141,7 @@ def load_balance_loss(
     share = counts / jnp.maximum(counts.sum(), 1.0)
     scores = _scores(_clean(logits), spec)
     if spec.scoring is Scoring.SIGMOID:
-        scores = scores / (scores.sum(-1, keepdims=True) + _EPSILON)
+        scores = _normalise(scores)
     return spec.num_experts * jnp.sum(share * _mean_over_tokens(scores, mask))
 
 
@@ -174,6 +180,14 @@ def _scores(logits: jax.Array, spec: MoESpec) -> jax.Array:
     return jax.nn.softmax(logits, axis=-1)
 
 
+def _normalise(scores: jax.Array) -> jax.Array:
+    """``scores / (sum + 1e-20)`` over the last axis, with finite gradients when all scores underflow."""
+    total = scores.sum(-1, keepdims=True)
+    # The quotient's derivative has 1 / (sum + 1e-20)², past float32's range: enlarge both sides first.
+    scale = jnp.where(total < 1e-15, 1 / _EPSILON, 1.0)
+    return scores * scale / (total * scale + _EPSILON * scale)
+
+
 def _in_best_groups(ranked: jax.Array, spec: MoESpec) -> jax.Array:
     """(..., E) ranks → (..., E) bool: is the expert in one of the ``top_k_groups`` best groups?"""
     groups, size = spec.num_expert_groups, spec.num_experts // spec.num_expert_groups
@@ -193,7 +207,7 @@ def _weights(at_ids: jax.Array, chosen: jax.Array, spec: MoESpec) -> jax.Array:
     else:
         weights = jnp.where(jnp.isneginf(chosen), 0.0, at_ids)
         if spec.renormalize:
-            weights = weights / (weights.sum(-1, keepdims=True) + _EPSILON)
+            weights = _normalise(weights)
     return weights * spec.routed_scaling_factor
 
 

@@ -12,6 +12,9 @@ import math
 import numbers
 from typing import Any
 
+# Activations and weights; everything between the products is float32.
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 class _Choice(enum.StrEnum):
     """An enum whose members also go by their lower-case value and whose repr evaluates to itself."""
@@ -267,8 +270,22 @@ class Problem:
     def __post_init__(self) -> None:
         tokens = _checked_int("Problem", "num_tokens", self.num_tokens, 0)
         object.__setattr__(self, "num_tokens", tokens)
-        object.__setattr__(self, "dtype", str(self.dtype))
-        object.__setattr__(self, "weight_dtype", str(self.weight_dtype or self.dtype))
+        object.__setattr__(self, "weight_dtype", self.weight_dtype or self.dtype)
+        check_spec(self.spec)
+        check_dtype("Problem.dtype", self.dtype)
+        check_dtype("Problem.weight_dtype", self.weight_dtype)
+
+
+def check_spec(spec: Any) -> None:
+    """Raise TypeError unless ``spec`` is a `MoESpec`."""
+    if not isinstance(spec, MoESpec):
+        raise TypeError(f"spec is a MoESpec; got {spec!r} ({type(spec).__name__}).")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise TypeError unless ``dtype`` (by its name) is one that layers compute in."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} is one of {', '.join(map(repr, DTYPES))}; got {dtype!r}.")
 
 
 def _checked_int(owner: str, name: str, value: Any, low: int) -> int:

@@ -65,8 +65,7 @@ def fused_experts(
     plan = make_plan(routing.topk_ids, spec.num_experts)
     is_live = jnp.arange(plan.slot_of_row.size) < plan.group_offsets[-1]
     is_valid = (routing.topk_ids >= 0) & (routing.topk_ids < spec.num_experts)
-    weights = jnp.where(is_valid, routing.topk_weights.astype(jnp.float32), 0.0)  # (T, top_k)
-    expert_of_row = jnp.where(is_live, routing.topk_ids.reshape(-1)[plan.slot_of_row], 0)
+    weights = jnp.where(is_valid, routing.topk_weights, 0.0)  # (T, top_k)
 
     with jax.named_scope("dispatch"):
         rows = jnp.where(is_live[:, None], _dispatch(x, plan, spec.top_k), 0)
@@ -76,12 +75,12 @@ def fused_experts(
     with jax.named_scope("w13"):
         a = grouped_matmul(rows, w13, plan.group_sizes)
         if b13 is not None:
-            a = a + jnp.asarray(b13, jnp.float32)[expert_of_row]
+            a = a + _bias_of_rows(jnp.asarray(b13, jnp.float32), plan.group_sizes, a.shape[0])
         h = activate(a, spec).astype(x.dtype)
     with jax.named_scope("w2"):
         y = grouped_matmul(h, w2, plan.group_sizes)
         if b2 is not None:
-            y = y + jnp.asarray(b2, jnp.float32)[expert_of_row]
+            y = y + _bias_of_rows(jnp.asarray(b2, jnp.float32), plan.group_sizes, y.shape[0])
     with jax.named_scope("combine"):
         slots = _collect(jnp.where(is_live[:, None], y, 0.0), plan).reshape(*weights.shape, -1)
         # Multiply and add instead of a dot: XLA may run a float32 dot in TF32 on a GPU.
@@ -248,6 +247,26 @@ def _tile(rows: jax.Array, group_sizes: jax.Array, max_block: int) -> tuple[jax.
     start = (row_ends - group_sizes)[group] + nth * block
     start = jnp.where(tile < tile_ends[-1], start, num_rows).astype(jnp.int32)
     return jnp.pad(rows, ((0, block), (0, 0))), _Tiles(group, start, row_ends[group], tile_ends[-1]), block
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _bias_of_rows(bias: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """(G, N) → (R, N): the bias of each row's group; rows past the groups get some group's."""
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right", method="sort")
+    return bias[jnp.minimum(group, bias.shape[0] - 1)]
+
+
+def _bias_of_rows_fwd(bias: jax.Array, group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    return _bias_of_rows(bias, group_sizes, num_rows), group_sizes
+
+
+def _bias_of_rows_bwd(num_rows: int, group_sizes: jax.Array, d_rows: jax.Array) -> tuple[jax.Array, None]:
+    # Each group's rows are summed as a product with ones: no scatter-add, and rows past the groups are out.
+    ones = jnp.ones((num_rows, 1), d_rows.dtype)
+    return _weights_by_group(d_rows, ones, group_sizes)[..., 0], None
+
+
+_bias_of_rows.defvjp(_bias_of_rows_fwd, _bias_of_rows_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -109,8 +109,9 @@ POLICIES = {
     "everything": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
 }
-# Loops over tiles: one for each grouped product, of which the forward pass has two and the backward four.
-FORWARD_LOOPS, BACKWARD_LOOPS = 2, 4
+# Loops over tiles: one for each grouped product, of which the forward pass has two and the backward four,
+# and one for the gradient of each of the two biases.
+FORWARD_LOOPS, BACKWARD_LOOPS = 2, 6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
