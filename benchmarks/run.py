@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from benchmarks import cases, results, roofline
 from benchmarks.session import Options, Session
@@ -132,6 +132,7 @@ def measure(
 
 def main(argv: Sequence[str]) -> None:
     """Do what the flags say."""
+    logging.set_verbosity(logging.WARNING)  # else absl prints what jax looks for and does not find
     if _COMPARE.value:
         if len(argv) != 2:
             raise app.UsageError("--compare takes two result files: --compare A B")

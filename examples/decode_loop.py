@@ -22,7 +22,7 @@ import decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 
 from moe_pallas import UnsupportedError, reference
 
@@ -380,6 +380,7 @@ def summary(config: decoder.DecoderConfig, params: decoder.Params, generation: G
 
 
 def main(argv: list[str]) -> int | str:
+    logging.set_verbosity(logging.WARNING)  # else absl prints what jax looks for and does not find
     if len(argv) > 1:
         return f"error: unexpected arguments {argv[1:]}; a prompt is given as --prompt '...'."
     folder = pathlib.Path(FLAGS.checkpoint).expanduser()

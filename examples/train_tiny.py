@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import app, flags, logging
 
 from moe_pallas import MoE, MoESpec
 
@@ -166,6 +166,7 @@ def evaluate(config: decoder.DecoderConfig, params: decoder.Params, text: np.nda
 
 def main(argv: list[str]) -> None:
     del argv
+    logging.set_verbosity(logging.WARNING)  # else absl prints what jax looks for and does not find
     spec = MoESpec(
         num_experts=FLAGS.experts,
         top_k=FLAGS.top_k,
