@@ -81,7 +81,7 @@ def _section(
     yield ""
     yield (
         "floor: max(bytes of the experts hit / read bandwidth, FLOPs / matmul rate). **Bold**: the fastest "
-        "of the row. Other JAX code: timed in the same run, with routing in XLA. † Measured elsewhere, on "
+        "of the row. Other JAX code: timed by the same harness, with routing in XLA. † Measured elsewhere, on "
         "another H200 with other programs (`benchmarks/rivals.json`): an orientation, no head-to-head."
     )
     if summary := list(_summary(cells, rivals)):
