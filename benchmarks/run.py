@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 import sys
@@ -141,6 +142,8 @@ def main(argv: Sequence[str]) -> None:
         return
     if len(argv) > 1:
         raise app.UsageError(f"there are no arguments beside flags; got {argv[1:]}")
+    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
+        raise app.UsageError("--plot needs matplotlib: pip install 'moe_pallas[bench]'")
     if _DRAW_ONLY.value:
         if not (_JSON.value and _PLOT.value):
             raise app.UsageError("--draw_only needs --json and --plot")
@@ -152,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
     tokens = cases.TINY_TOKENS if _TINY.value else cases.TOKENS
     chosen = cases.cells(
         {name: models[name] for name in _choose("models", _MODELS.value, list(models))},
-        [int(t) for t in _choose("tokens", _TOKENS.value, [str(t) for t in tokens], open_ended=True)],
+        _counts("tokens", _choose("tokens", _TOKENS.value, [str(t) for t in tokens], open_ended=True)),
         _DTYPES.value,
         _choose("loads", _LOADS.value, list(cases.LOADS)),
     )
@@ -162,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
         memory_bytes=_MEMORY.value * 1e9,
         rounds=_NUM_ROUNDS.value,
         seconds=_SECONDS.value,
-        detail_tokens=tuple(int(t) for t in _DETAIL.value),
+        detail_tokens=tuple(_counts("detail_tokens", _DETAIL.value)),
         deadline=time.monotonic() + _TIME_BUDGET.value if _TIME_BUDGET.value else float("inf"),
     )
     result = measure(
@@ -182,6 +185,12 @@ def main(argv: Sequence[str]) -> None:
         print(f"Not measured, see above: {', '.join(result['failures'])}", file=sys.stderr)
     if red or result["failures"]:
         sys.exit(1)
+
+
+def _counts(flag: str, values: Sequence[str]) -> list[int]:
+    if wrong := [value for value in values if not value.isdecimal()]:
+        raise app.UsageError(f"--{flag}: token counts, got {', '.join(wrong)}")
+    return [int(value) for value in values]
 
 
 def _choose(flag: str, asked: list[str], known: list[str], *, open_ended: bool = False) -> list[str]:

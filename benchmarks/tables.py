@@ -81,12 +81,12 @@ def _section(
     yield ""
     yield (
         "floor: max(bytes of the experts hit / read bandwidth, FLOPs / matmul rate). **Bold**: the fastest "
-        "of the row. Other JAX code: timed by the same harness, with routing in XLA. † Measured elsewhere, on "
-        "another H200 with other programs (`benchmarks/rivals.json`): an orientation, no head-to-head."
+        "of the row. Other JAX code: timed by the same harness, with routing in XLA. † Measured elsewhere, "
+        "on another H200 with other programs (`benchmarks/rivals.json`): an orientation, no head-to-head."
     )
     if summary := list(_summary(cells, rivals)):
         yield ""
-        yield "| geometric mean of speed-ups | " + " | ".join(REGIMES) + " |"
+        yield "| geometric mean of speed-ups | decode, T ≤ 64 | middle, T ≤ 1024 | prefill, above |"
         yield "| --- |" + " ---: |" * len(REGIMES)
         yield from summary
 

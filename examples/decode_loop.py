@@ -202,6 +202,8 @@ def generate(
 ) -> Generation:
     """Continues a batch of prompts until each has ended, max_new_tokens are there or the context is full.
 
+    The longest prompt's context counts for all.
+
     Prompts are padded to a power of two, so that few programs serve all lengths.
 
     Args:
@@ -215,9 +217,14 @@ def generate(
       progress: Called after every step: tokens per sequence so far, their limit, seconds.
 
     Raises:
-      ValueError: An empty prompt, one that leaves no room in the context, ids that the model doesn't have.
+      ValueError: An empty prompt, one that leaves no room in the context, ids that the model doesn't have;
+        max_new_tokens or temperature out of range.
     """
     check_prompts(config, prompts)
+    if max_new_tokens < 1 or not temperature >= 0:
+        raise ValueError(
+            f"max_new_tokens is at least 1 and temperature at least 0; got {max_new_tokens}, {temperature}."
+        )
     batch, lengths = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
     longest = int(lengths.max())
     width = min(max(_SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), config.max_positions)
@@ -407,7 +414,7 @@ def main(argv: list[str]) -> int | str:
             check=check,
             progress=show_progress,
         )
-    except UnsupportedError as error:
+    except (UnsupportedError, ValueError) as error:
         return f"error: {error}"
     for prompt, tokens in zip(prompts, generation.tokens, strict=True):
         print(tokenizer.decode([*prompt, *tokens]), end="\n\n")

@@ -82,8 +82,8 @@ class DecoderConfig:
                 f"num_kv_heads divides num_heads, each serves as many query heads; got {self.num_kv_heads} "
                 f"and {self.num_heads}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is even, for the rotary embedding; got {self.head_dim}.")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim is even, at least 2, for the rotary embedding; got {self.head_dim}.")
 
     @property
     def hidden_size(self) -> int:

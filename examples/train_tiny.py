@@ -188,6 +188,9 @@ def main(argv: list[str]) -> None:
         moe=MoE(spec, backend=FLAGS.backend),
     )
     text, held_out = corpus()
+    if len(held_out) <= FLAGS.context:
+        raise app.UsageError(f"--context is less than the held-out text's {len(held_out)} bytes.")
+    pathlib.Path(FLAGS.output).mkdir(parents=True, exist_ok=True)  # fails now, if at all
     params = decoder.init_params(config, jax.random.key(FLAGS.seed))
     size = sum(x.size for x in jax.tree.leaves(params))
     print(f"{size:,} parameters; {len(text):,} bytes to train on, {len(held_out):,} held out", flush=True)
@@ -220,10 +223,10 @@ def main(argv: list[str]) -> None:
             print(f"step 1/{steps}  loss {progress.entropy[0]:.3f}", flush=True)
         report(done, steps, progress, time.perf_counter() - start)
 
-    entropy = evaluate(config, params, held_out, FLAGS.batch)
-    print(f"held-out loss {entropy:.3f} nats, {entropy / np.log(2):.3f} bits per byte", flush=True)
     decoder.save_checkpoint(FLAGS.output, config, params, jnp.bfloat16)
     print(f"written to {FLAGS.output}", flush=True)
+    entropy = evaluate(config, params, held_out, FLAGS.batch)
+    print(f"held-out loss {entropy:.3f} nats, {entropy / np.log(2):.3f} bits per byte", flush=True)
 
 
 def report(done: int, steps: int, progress: Progress, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Mixture-of-Experts layers for JAX on NVIDIA Hopper, and anywhere else."""
+"""Mixture-of-Experts layers for JAX."""
 
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts, fused_moe

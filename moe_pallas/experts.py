@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moe_pallas import xla
 from moe_pallas.oracle import select_backend
-from moe_pallas.routing import Routing, check_router_inputs, drop_masked, route
-from moe_pallas.spec import MoESpec, Problem, check_dtype, check_spec
+from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
+from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
 
 
 def fused_moe(
@@ -38,9 +40,10 @@ def fused_moe(
 
     Args:
       x: (..., D) bfloat16 | float16 | float32. Token activations.
-      router_logits: (..., E) float. Router bias included. Best kept in float32.
+      router_logits: (..., E) float. Router bias included; not probabilities. Best kept in float32.
       w13: (E, 2F, D) in x's dtype; (E, F, D) if the activation is not gated. Row order: ``spec.gate_up``.
-      w2: (E, D, F) in x's dtype.
+      w2: (E, D, F) in x's dtype. Contraction axis last, in w13 too: where D = F, a transposed matrix has the
+        right shape and can't be told.
       spec: The layer. Static.
       b13: (E, 2F) float. Needed exactly when ``spec.expert_bias``, as is b2.
       b2: (E, D) float.
@@ -63,8 +66,9 @@ def fused_moe(
     Notes:
       Products accumulate in float32; the activation's result is rounded to x's dtype between the two
       products; the sum over experts is in float32, rounded once. Bitwise repeatable. Shapes must be known
-      when tracing: the symbolic sizes of ``jax.export`` are refused. ``jax.checkpoint`` runs the two
-      products of the forward pass once more, unless its policy saves everything.
+      when tracing: the symbolic sizes of ``jax.export`` are refused. Gradients are first-order reverse mode
+      (no ``jvp``, no gradient of a gradient). ``jax.checkpoint`` runs the two products of the forward pass
+      once more, unless its policy saves everything.
 
     Example:
       >>> import jax
@@ -77,6 +81,7 @@ def fused_moe(
       (3, 8)
     """
     check_router_inputs(router_logits, spec, correction_bias)
+    check_array("x", x)
     if router_logits.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"x has tokens of shape {x.shape[:-1]}, router_logits of shape {router_logits.shape[:-1]}; "
@@ -142,12 +147,12 @@ def fused_experts(
     )
     if tokens == 0:
         return jnp.zeros(x.shape, x.dtype)
+    routing = Routing(
+        _int32_in(routing.topk_ids, -1, spec.num_experts), jnp.asarray(routing.topk_weights, jnp.float32)
+    )
     if mask is not None:
         x, routing = jnp.where(mask[..., None], x, 0), drop_masked(routing, mask)
-    flat = Routing(
-        jnp.asarray(routing.topk_ids, jnp.int32).reshape(tokens, spec.top_k),
-        jnp.asarray(routing.topk_weights, jnp.float32).reshape(tokens, spec.top_k),
-    )
+    flat = Routing(*(leaf.reshape(tokens, spec.top_k) for leaf in routing))
     y = xla.fused_experts(jnp.asarray(x).reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
     return y.astype(x.dtype).reshape(x.shape)
 
@@ -158,10 +163,7 @@ def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int
     if mask is not None and num_tokens is not None:
         raise ValueError("Give mask or num_tokens, not both: both say which tokens are real.")
     if mask is not None:
-        if mask.dtype != jnp.bool_:
-            raise TypeError(f"mask is bool (True = real token); got {mask.dtype}. Use mask.astype(bool).")
-        if mask.shape != lead:
-            raise ValueError(f"mask has shape {mask.shape}; need x's shape without its last axis, {lead}.")
+        check_mask(mask, lead)
         return mask
     if num_tokens is None:
         return None
@@ -170,17 +172,27 @@ def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int
         raise ValueError(
             f"num_tokens={num_tokens} is not in 0 … {tokens}, the number of tokens in x {x.shape}."
         )
-    num_tokens = jnp.asarray(num_tokens)
-    counter = jnp.uint32 if jnp.issubdtype(num_tokens.dtype, jnp.unsignedinteger) else jnp.int32
-    if num_tokens.shape != () or not jnp.issubdtype(num_tokens.dtype, jnp.integer):
-        raise TypeError(f"num_tokens is one integer; got shape {num_tokens.shape}, dtype {num_tokens.dtype}.")
-    return (jnp.arange(tokens, dtype=counter) < num_tokens.astype(counter)).reshape(lead)
+    count = num_tokens if isinstance(num_tokens, jax.Array) else np.asarray(num_tokens)
+    if count.shape != () or not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(f"num_tokens is one integer; got shape {count.shape}, dtype {count.dtype}.")
+    return (jnp.arange(tokens, dtype=jnp.int32) < _int32_in(count, 0, tokens)).reshape(lead)
+
+
+def _int32_in(values: jax.Array | np.ndarray, low: int, high: int) -> jax.Array:
+    """Integers of any width as int32, those out of range at its nearer end: a plain cast would wrap."""
+    xp: Any = jnp if isinstance(values, jax.Array) else np  # what JAX makes of 64-bit NumPy integers wraps
+    if values.dtype.itemsize < 4:
+        values = values.astype(np.int32)  # low and high may not fit into fewer bits
+    low = max(low, 0) if xp.issubdtype(values.dtype, np.unsignedinteger) else low
+    return jnp.asarray(xp.clip(values, low, high).astype(np.int32))
 
 
 def _check_operands(
     x: jax.Array, w13: jax.Array, w2: jax.Array, b13: jax.Array | None, b2: jax.Array | None, spec: MoESpec
 ) -> None:
     check_spec(spec)
+    for name, operand in (("x", x), ("w13", w13), ("w2", w2)):
+        check_array(name, operand)
     check_dtype("x", x.dtype.name)
     if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
         raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")
@@ -194,10 +206,14 @@ def _check_operands(
     for name, array in {"w13": w13, "w2": w2, **biases}.items():
         if array is None:
             continue
-        if array.shape != spec.param_shapes[name]:
+        check_array(name, array)
+        need = spec.param_shapes[name]
+        if array.shape != need:
+            is_turned = array.ndim == 3 and (array.shape[0], array.shape[2], array.shape[1]) == need
             raise ValueError(
-                f"{name} has shape {array.shape}; need {spec.param_shapes[name]} "
+                f"{name} has shape {array.shape}; need {need} "
                 f"({_AXES[name]}; the contraction axis is last, {'gated' if spec.gated else 'not gated'})."
+                + (f" It looks transposed: {name}.swapaxes(1, 2), once, at load." if is_turned else "")
             )
         if name in ("w13", "w2") and array.dtype != x.dtype:
             raise TypeError(
@@ -217,7 +233,14 @@ _AXES = {
 
 
 def _check_routing(x: jax.Array, routing: Routing, spec: MoESpec) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(
+            f"routing is a Routing(topk_ids, topk_weights); got {type(routing).__name__}. For router logits "
+            "there is fused_moe."
+        )
     ids, weights = routing
+    check_array("topk_ids", ids)
+    check_array("topk_weights", weights)
     if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
         raise TypeError(f"topk_ids are signed integers (-1 = dropped); got {ids.dtype}.")
     if not jnp.issubdtype(weights.dtype, jnp.floating):

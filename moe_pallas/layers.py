@@ -12,9 +12,9 @@ from jax import lax
 
 from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
-from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.oracle import Selection, check_backend, select_backend
 from moe_pallas.routing import Routing, count_experts, drop_masked, load_balance_loss, route, router_z_loss
-from moe_pallas.spec import MoESpec, Problem, check_dtype, check_spec
+from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
 
 Params = Mapping[str, jax.Array]
 Initializer = Callable[..., jax.Array]
@@ -76,9 +76,11 @@ class MoE:
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
+        check_backend(self.backend)
         check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
         if self.dtype is not None:
             check_dtype("MoE.dtype", jnp.dtype(self.dtype).name)
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one layer, one hash, one compilation
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Make random parameters.
@@ -178,6 +180,8 @@ class MoE:
             with jax.named_scope("shared_expert"):
                 shared = _shared_expert(cast, inputs, spec)
                 y = (y.astype(jnp.float32) + shared).astype(dtype)
+                if mask is not None:
+                    y = jnp.where(mask[..., None], y, 0)
         return (y, self._aux(params, logits, mask)) if return_aux else y
 
     def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16) -> Selection:
@@ -220,6 +224,8 @@ def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _check_params(params: Params, spec: MoESpec) -> None:
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params is a dict of arrays, as init makes it; got {type(params).__name__}.")
     shapes = spec.param_shapes
     missing, unknown = sorted(shapes.keys() - params.keys()), sorted(params.keys() - shapes.keys())
     if missing or unknown:
@@ -227,13 +233,14 @@ def _check_params(params: Params, spec: MoESpec) -> None:
             f"params are not this layer's: missing {missing}, not expected {unknown}; need {sorted(shapes)}."
         )
     for name, shape in shapes.items():
+        check_array(f"params[{name!r}]", params[name])
         if params[name].shape != shape:
             raise ValueError(f"params[{name!r}] has shape {params[name].shape}; need {shape}.")
-        if not jnp.issubdtype(params[name].dtype, jnp.floating):
-            raise TypeError(f"params[{name!r}] is a float array; got {params[name].dtype}.")
+        check_dtype(f"params[{name!r}]", params[name].dtype.name)
 
 
 def _check_input(x: jax.Array, spec: MoESpec) -> None:
+    check_array("x", x)
     check_dtype("x", x.dtype.name)
     if x.ndim < 1 or x.shape[-1] != spec.hidden_size:
         raise ValueError(f"x has shape {x.shape}; need (..., hidden_size) = (..., {spec.hidden_size}).")

@@ -41,9 +41,14 @@ def select_backend(problem: Problem, backend: str = "auto") -> Selection:
       >>> select_backend(Problem(spec=spec, num_tokens=1, dtype="bfloat16")).backend
       'xla'
     """
+    check_backend(backend)
     if backend == "auto":
         return Selection(backend="xla", reason="the portable backend is the only one so far")
-    if backend not in BACKENDS:
+    return Selection(backend=backend, reason="asked for explicitly")
+
+
+def check_backend(backend: str) -> None:
+    """Raise ValueError unless ``backend`` is "auto" or the name of one."""
+    if backend not in ("auto", *BACKENDS):
         names = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"There is no backend {backend!r}; there are {names}.")
-    return Selection(backend=backend, reason="asked for explicitly")

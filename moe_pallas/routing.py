@@ -9,13 +9,14 @@ Rules that every backend follows (`route` states them): ties go to the lowest ex
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_pallas.spec import GroupScore, MoESpec, Scoring, check_spec
+from moe_pallas.spec import GroupScore, MoESpec, Scoring, check_array, check_spec
 
 _EPSILON = 1e-20  # added to the sum when renormalising: sigmoid scores may all underflow to 0
 
@@ -42,9 +43,10 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
     logits.
 
     Args:
-      logits: (..., E) float. Router logits, router bias included. Computed with in float32.
+      logits: (..., E) float. Router logits, router bias included (not probabilities). Computed with in
+        float32.
       spec: The layer.
-      correction_bias: (E,) float. Needed exactly when ``spec.correction_bias``.
+      correction_bias: (E,) float, finite. Needed exactly when ``spec.correction_bias``.
 
     Returns:
       `Routing`, ids in descending order of choice.
@@ -86,6 +88,7 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
 def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.Array | None) -> None:
     """Raise the errors that `route` promises."""
     check_spec(spec)
+    check_array("router_logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"Router logits are floats; got {logits.dtype}. Pass logits, not expert ids.")
     if logits.ndim < 1 or logits.shape[-1] != spec.num_experts:
@@ -95,15 +98,25 @@ def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.A
     if (correction_bias is not None) != spec.correction_bias:
         got = "none was given" if correction_bias is None else "one was given"
         raise ValueError(
-            f"spec.correction_bias={spec.correction_bias}, but {got}. Pass correction_bias (E,) exactly when "
-            "the spec has one."
+            f"spec.correction_bias={spec.correction_bias}, but of the array correction_bias {got}. Pass it, "
+            "(E,), exactly when the spec has one."
         )
     if correction_bias is None:
         return
+    check_array("correction_bias", correction_bias)
     if correction_bias.shape != (spec.num_experts,):
         raise ValueError(f"correction_bias has shape {correction_bias.shape}; need ({spec.num_experts},).")
     if not jnp.issubdtype(correction_bias.dtype, jnp.floating):
         raise TypeError(f"correction_bias is a float array; got {correction_bias.dtype}.")
+
+
+def check_mask(mask: jax.Array, lead: tuple[int, ...]) -> None:
+    """Raise unless ``mask`` is a boolean array of the tokens' shape."""
+    check_array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise TypeError(f"mask is bool (True = real token); got {mask.dtype}. Use mask.astype(bool).")
+    if mask.shape != lead:
+        raise ValueError(f"mask has shape {mask.shape}; need that of the tokens, {lead}.")
 
 
 def drop_masked(routing: Routing, mask: jax.Array) -> Routing:
@@ -135,6 +148,12 @@ def load_balance_loss(
     References:
       Fedus et al., "Switch Transformers", 2021, eq. 4 (there with top_k = 1).
     """
+    check_router_inputs(logits, dataclasses.replace(spec, correction_bias=False), None)
+    if routing.topk_ids.shape[:-1] != logits.shape[:-1]:
+        raise ValueError(
+            f"routing is of tokens {routing.topk_ids.shape[:-1]}, logits are of {logits.shape[:-1]}; "
+            "need the same leading axes."
+        )
     logits, mask = _real_logits(logits, mask)
     ids = jnp.where(mask[..., None], routing.topk_ids, -1)
     counts = count_experts(ids, spec.num_experts).astype(jnp.float32)
@@ -195,8 +214,9 @@ def _in_best_groups(ranked: jax.Array, spec: MoESpec) -> jax.Array:
     best, _ = lax.top_k(by_group, 1 if spec.group_score is GroupScore.MAX else min(2, size))
     # An excluded expert (-inf) adds nothing, unless the group has no other.
     score = jnp.where(jnp.isneginf(best[..., 0]), -jnp.inf, jnp.where(jnp.isneginf(best), 0.0, best).sum(-1))
+    score = jnp.where(score == 0, 0.0, score)  # as in route
     _, kept = lax.top_k(score, spec.top_k_groups)
-    is_kept = (kept[..., None] == jnp.arange(groups)).any(-2)
+    is_kept = (kept[..., None] == jnp.arange(groups, dtype=kept.dtype)).any(-2)
     return jnp.repeat(is_kept, size, axis=-1)
 
 
@@ -213,8 +233,11 @@ def _weights(at_ids: jax.Array, chosen: jax.Array, spec: MoESpec) -> jax.Array:
 
 def _real_logits(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Float32 logits with masked rows zeroed, so that neither their values nor their gradients are seen."""
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"Router logits are floats; got {logits.dtype}.")
     if mask is None:
         mask = jnp.ones(logits.shape[:-1], bool)
+    check_mask(mask, logits.shape[:-1])
     return jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0), mask
 
 

@@ -276,6 +276,12 @@ class Problem:
         check_dtype("Problem.weight_dtype", self.weight_dtype)
 
 
+def check_array(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is an array, of any library."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise TypeError(f"{name} is an array; got {type(value).__name__}. Convert it: jnp.asarray({name}).")
+
+
 def check_spec(spec: Any) -> None:
     """Raise TypeError unless ``spec`` is a `MoESpec`."""
     if not isinstance(spec, MoESpec):
@@ -299,9 +305,13 @@ def _checked_int(owner: str, name: str, value: Any, low: int) -> int:
 def _checked_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"MoESpec.{name} is a finite float; got {value!r} ({type(value).__name__}).")
-    if not math.isfinite(value):
-        raise ValueError(f"MoESpec.{name} is a finite float; got {value}.")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int past the range of floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"MoESpec.{name} is a finite float; got {number}.")
+    return number
 
 
 def _checked_choice(name: str, value: Any, choice: type[_Choice]) -> _Choice:

@@ -54,10 +54,13 @@ def assert_close(actual: Any, expected: Any, *, dtype: str = "", context: str = 
     Notes:
       Each element is measured against the RMS of its row in ``expected``, so a single bad row, column or
       element among millions is seen. Rows of zeros must be exactly zero; NaN must stand where NaN is
-      expected, and nowhere else.
+      expected, and nowhere else. The truth must be computed from the very numbers that ``actual`` was
+      computed from: of float32 weights that a bfloat16 layer casts, give the reference the cast ones.
     """
     got = np.asarray(actual)
     dtype = dtype or got.dtype.name
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype is one of {', '.join(map(repr, TOLERANCES))}; got {dtype!r}.")
     got, want = got.astype(np.float64), np.asarray(expected).astype(np.float64)
     if got.shape != want.shape:
         raise AssertionError(f"shape {got.shape}, expected {want.shape}. {context}")
@@ -77,10 +80,11 @@ def assert_close(actual: Any, expected: Any, *, dtype: str = "", context: str = 
         first = ", ".join(
             f"{tuple(map(int, at))}: {got[tuple(at)]} for {want[tuple(at)]}" for at in np.argwhere(bad)[:5]
         )
+        cause = "" if bad.any() else "Too far off on the whole (RMS). "
         raise AssertionError(
-            f"{int(bad.sum())} of {got.size} elements off by more than {tolerance.max:g} of their row's RMS "
-            f"(worst {np.nanmax(np.abs(scaled)):.3g}; RMS {rms:.3g}, allowed {tolerance.rms:g}) in {dtype}. "
-            f"First: {first or 'none'}. {context}"
+            f"{cause}{int(bad.sum())} of {got.size} elements off by more than {tolerance.max:g} of their "
+            f"row's RMS (worst {np.nanmax(np.abs(scaled)):.3g}; RMS {rms:.3g}, allowed {tolerance.rms:g}) in "
+            f"{dtype}. First: {first or 'none'}. {context}"
         )
 
 

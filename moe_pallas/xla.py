@@ -63,7 +63,7 @@ def fused_experts(
       (T, D) float32.
     """
     plan = make_plan(routing.topk_ids, spec.num_experts)
-    is_live = jnp.arange(plan.slot_of_row.size) < plan.group_offsets[-1]
+    is_live = _arange(plan.slot_of_row.size) < plan.group_offsets[-1]
     is_valid = (routing.topk_ids >= 0) & (routing.topk_ids < spec.num_experts)
     weights = jnp.where(is_valid, routing.topk_weights, 0.0)  # (T, top_k)
 
@@ -75,12 +75,12 @@ def fused_experts(
     with jax.named_scope("w13"):
         a = grouped_matmul(rows, w13, plan.group_sizes)
         if b13 is not None:
-            a = a + _bias_of_rows(jnp.asarray(b13, jnp.float32), plan.group_sizes, a.shape[0])
+            a = a + _bias_of_rows(b13, plan.group_sizes, a.shape[0])
         h = activate(a, spec).astype(x.dtype)
     with jax.named_scope("w2"):
         y = grouped_matmul(h, w2, plan.group_sizes)
         if b2 is not None:
-            y = y + _bias_of_rows(jnp.asarray(b2, jnp.float32), plan.group_sizes, y.shape[0])
+            y = y + _bias_of_rows(b2, plan.group_sizes, y.shape[0])
     with jax.named_scope("combine"):
         slots = _collect(jnp.where(is_live[:, None], y, 0.0), plan).reshape(*weights.shape, -1)
         # Multiply and add instead of a dot: XLA may run a float32 dot in TF32 on a GPU.
@@ -120,10 +120,36 @@ def _grouped_matmul_bwd(
     d_out = d_out.astype(weights.dtype)
     d_rows = _rows_by_group(d_out, weights, group_sizes, contract=1)
     d_weights = _weights_by_group(d_out, rows, group_sizes)
-    return d_rows.astype(rows.dtype), d_weights.astype(weights.dtype), None
+    return (
+        _like_primal(d_rows.astype(rows.dtype), rows),
+        _like_primal(d_weights.astype(weights.dtype), weights),
+        None,
+    )
 
 
 grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+
+
+def _arange(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def _varying_axes(array: jax.Array) -> frozenset[str]:
+    """Name the mesh axes that an array varies over inside ``shard_map``; none outside."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def _zeros(shape: tuple[int, ...], *operands: jax.Array) -> jax.Array:
+    """Float32 zeros that, inside ``shard_map``, vary over the mesh axes that any operand varies over."""
+    axes = frozenset[str]().union(*map(_varying_axes, operands))
+    zeros = jnp.zeros(shape, jnp.float32)
+    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+
+
+def _like_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+    """Inside ``shard_map``: sum a cotangent over the mesh axes that its primal is replicated over."""
+    axes = _varying_axes(cotangent) - _varying_axes(primal)
+    return lax.psum(cotangent, tuple(axes)) if axes else cotangent
 
 
 def _precision(dtype: jnp.dtype) -> lax.Precision:
@@ -159,7 +185,7 @@ def _rows_by_group(
             # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
             return lax.dynamic_update_slice_in_dim(out, value, start, 0)
 
-        out = jnp.zeros((padded.shape[0], num_outputs), jnp.float32)
+        out = _zeros((padded.shape[0], num_outputs), rows, weights, group_sizes)
         return lax.fori_loop(0, tiles.num_tiles, step, out)[:num_rows]
 
     def many_at_once(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -170,14 +196,15 @@ def _rows_by_group(
             (tiles.group, tiles.start),
             batch_size=max(1, min(_COPY_BYTES // copy_bytes, tiles.group.size)),
         )
-        row = jnp.arange(num_rows)
-        tile = jnp.clip(jnp.searchsorted(tiles.start, row, side="right", method="sort") - 1, 0)
+        row = _arange(num_rows)
+        tile = jnp.searchsorted(tiles.start, row, side="right", method="sort").astype(jnp.int32)
+        tile = jnp.maximum(tile - 1, 0)
         return products.reshape(-1, num_outputs)[tile * block + (row - tiles.start[tile])]
 
     @jax.custom_batching.sequential_vmap
     def multiply(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
         out = lax.platform_dependent(rows, weights, group_sizes, cpu=one_by_one, default=many_at_once)
-        return jnp.where((jnp.arange(num_rows) < group_sizes.sum())[:, None], out, 0.0)
+        return jnp.where((_arange(num_rows) < group_sizes.sum(dtype=jnp.int32))[:, None], out, 0.0)
 
     return multiply(rows, weights, group_sizes)
 
@@ -196,7 +223,7 @@ def _weights_by_group(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array)
 
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
             group, start = tiles.group[tile], tiles.start[tile]
-            is_mine = (start + jnp.arange(block) < tiles.end[tile])[:, None]
+            is_mine = (start + _arange(block) < tiles.end[tile])[:, None]
             left, right = (
                 jnp.where(is_mine, lax.dynamic_slice_in_dim(v, start, block), 0) for v in (d_out, rows)
             )
@@ -210,7 +237,7 @@ def _weights_by_group(d_out: jax.Array, rows: jax.Array, group_sizes: jax.Array)
             total = lax.dynamic_index_in_dim(out, group, keepdims=False) + product
             return lax.dynamic_update_index_in_dim(out, total, group, 0)
 
-        return lax.fori_loop(0, tiles.num_tiles, step, jnp.zeros(shape, jnp.float32))
+        return lax.fori_loop(0, tiles.num_tiles, step, _zeros(shape, d_out, rows, group_sizes))
 
     return multiply(d_out, rows, group_sizes)
 
@@ -237,7 +264,7 @@ def _tile(rows: jax.Array, group_sizes: jax.Array, max_block: int) -> tuple[jax.
     num_rows, num_groups = rows.shape[0], group_sizes.shape[0]
     share = -(-num_rows // num_groups)
     block = min(max(1 << (share - 1).bit_length(), _MIN_BLOCK), max_block)
-    tile = jnp.arange(num_rows // block + min(num_groups, num_rows), dtype=jnp.int32)  # never more
+    tile = _arange(num_rows // block + min(num_groups, num_rows))  # never more
     tiles_of_group = -(-group_sizes // block)
     tile_ends = jnp.cumsum(tiles_of_group, dtype=jnp.int32)
     row_ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -249,24 +276,13 @@ def _tile(rows: jax.Array, group_sizes: jax.Array, max_block: int) -> tuple[jax.
     return jnp.pad(rows, ((0, block), (0, 0))), _Tiles(group, start, row_ends[group], tile_ends[-1]), block
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _bias_of_rows(bias: jax.Array, group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """(G, N) → (R, N): the bias of each row's group; rows past the groups get some group's."""
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right", method="sort")
-    return bias[jnp.minimum(group, bias.shape[0] - 1)]
+    """(G, N) → (R, N): the bias of each row's group.
 
-
-def _bias_of_rows_fwd(bias: jax.Array, group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    return _bias_of_rows(bias, group_sizes, num_rows), group_sizes
-
-
-def _bias_of_rows_bwd(num_rows: int, group_sizes: jax.Array, d_rows: jax.Array) -> tuple[jax.Array, None]:
-    # Each group's rows are summed as a product with ones: no scatter-add, and rows past the groups are out.
-    ones = jnp.ones((num_rows, 1), d_rows.dtype)
-    return _weights_by_group(d_rows, ones, group_sizes)[..., 0], None
-
-
-_bias_of_rows.defvjp(_bias_of_rows_fwd, _bias_of_rows_bwd)
+    As a grouped product with ones: its gradient is a sum over each group's rows without a scatter-add.
+    """
+    ones = jnp.ones((num_rows, 1), jnp.float32)
+    return grouped_matmul(ones, bias.astype(jnp.float32)[..., None], group_sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -275,14 +291,15 @@ def _dispatch(x: jax.Array, plan: Plan, top_k: int) -> jax.Array:
     return x[plan.slot_of_row // top_k]
 
 
-def _dispatch_fwd(x: jax.Array, plan: Plan, top_k: int) -> tuple[jax.Array, Plan]:
-    return _dispatch(x, plan, top_k), plan
+def _dispatch_fwd(x: jax.Array, plan: Plan, top_k: int) -> tuple[jax.Array, tuple[jax.Array, Plan]]:
+    return _dispatch(x, plan, top_k), (x, plan)
 
 
-def _dispatch_bwd(top_k: int, plan: Plan, d_rows: jax.Array) -> tuple[jax.Array, None]:
+def _dispatch_bwd(top_k: int, residuals: tuple[jax.Array, Plan], d_rows: jax.Array) -> tuple[jax.Array, None]:
+    x, plan = residuals  # of x only its type is used
     # A token's rows are fetched and summed in slot order: no scatter-add.
     d_slots = d_rows[plan.row_of_slot].reshape(-1, top_k, d_rows.shape[-1])
-    return d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), None
+    return _like_primal(d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), x), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

@@ -154,7 +154,7 @@ EXPERTS_CASES: dict[str, Case] = {
     "num_tokens above T": (ValueError, ("num_tokens", "4", "0 … 3"), {"num_tokens": 4}),
     "num_tokens of NumPy above T": (ValueError, ("num_tokens", "4", "0 … 3"), {"num_tokens": np.int32(4)}),
     "num_tokens of NumPy below 0": (ValueError, ("num_tokens", "-1", "0 … 3"), {"num_tokens": np.int64(-1)}),
-    "num_tokens of float": (TypeError, ("num_tokens", "float32", "integer"), {"num_tokens": 2.0}),
+    "num_tokens of float": (TypeError, ("num_tokens", "float64", "integer"), {"num_tokens": 2.0}),
     "num_tokens of bool": (TypeError, ("num_tokens", "bool", "integer"), {"num_tokens": True}),
     "num_tokens of an array": (
         TypeError,

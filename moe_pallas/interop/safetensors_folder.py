@@ -155,7 +155,11 @@ class SafetensorsFolder:
 
     def _path(self, file: str) -> Path:
         path, home = self.folder / file, self.folder.resolve()
-        if not path.is_file():
+        try:
+            is_there = path.is_file()
+        except OSError:  # a name longer than the file system has
+            is_there = False
+        if not is_there:
             raise FileNotFoundError(f"{self.folder} holds no {file}. Need {_CONTENT}.")
         homes = [home]
         if home.parent.name == "snapshots":  # the hub's cache links its snapshots to its blobs
