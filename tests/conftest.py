@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 # Sharding is tested on any machine. XLA reads the flag once, when jax makes its first CPU device; a count
 # given from outside comes later in the line and so wins.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 
+import aot
 import hypothesis
 import jax
 import jaxlib
@@ -32,6 +34,12 @@ def _why_not_hopper() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-aot", action="store_true", help="fail, not skip, what needs the compiler for NVIDIA GPUs"
+    )
+
+
 def pytest_report_header() -> str:
     device = jax.devices()[0]
     return (
@@ -40,8 +48,19 @@ def pytest_report_header() -> str:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if why := _why_not_hopper():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=why))
+    if not config.getoption("require_aot") and (why := aot.why_not()):
+        for item in items:
+            if item.get_closest_marker("aot"):
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session")
+def h200() -> Iterator[aot.Compiler]:
+    """Compiles for an H200, in processes that last as long as the tests."""
+    with aot.Compiler() as compiler:
+        yield compiler

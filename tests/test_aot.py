@@ -1,0 +1,260 @@
+"""Programs compiled for an H200: their registers, spills, launches, memory and host copies."""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_pallas import MoESpec, fused_moe
+
+pytestmark = pytest.mark.aot
+
+
+def double(x: jax.Array) -> jax.Array:
+    """One block with the whole array in its registers: a big one spills."""
+
+    def body(x_gmem, y_gmem) -> None:
+        y_gmem[...] = jnp.exp(x_gmem[...]) + x_gmem[...]
+
+    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype), kernel_name="double")(x)
+
+
+def copy(x: jax.Array) -> jax.Array:
+    """One block with the whole array in its shared memory."""
+
+    def body(x_gmem, y_gmem, smem, barrier) -> None:
+        plgpu.copy_gmem_to_smem(x_gmem, smem, barrier)
+        plgpu.barrier_wait(barrier)  # the TMA copy has landed
+        plgpu.copy_smem_to_gmem(smem, y_gmem)
+        plgpu.wait_smem_to_gmem(0)  # the block outlives its store
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
+        kernel_name="copy",
+    )(x)
+
+
+def matmul_tile(a: jax.Array, b: jax.Array) -> jax.Array:
+    """One WGMMA tile: a (64, K) times b (K, N)."""
+    (m, _), (_, n) = a.shape, b.shape
+
+    def body(a_gmem, b_gmem, y_gmem, a_smem, b_smem, y_smem, barrier) -> None:
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, barrier)
+        plgpu.barrier_wait(barrier)  # both operands have landed
+
+        def product(acc) -> jax.Array:
+            plgpu.wgmma(acc, a_smem, b_smem)
+            return acc[...]
+
+        y_smem[...] = pl.run_scoped(product, plgpu.ACC((m, n), jnp.float32)).astype(y_smem.dtype)
+        plgpu.commit_smem()  # the store reads through another proxy
+        plgpu.copy_smem_to_gmem(y_smem, y_gmem)
+        plgpu.wait_smem_to_gmem(0)  # the block outlives its store
+
+    smem = functools.partial(
+        plgpu.SMEM, dtype=a.dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    )
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, n), a.dtype),
+        scratch_types=[smem(a.shape), smem(b.shape), smem((m, n)), plgpu.Barrier(num_arrivals=2)],
+        kernel_name="matmul_tile",
+    )(a, b)
+
+
+def double_four_times(x: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 3, lambda _, y: double(y.T), double(x))
+
+
+def double_until_big(x: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda y: jnp.max(y) < 100, double, x)
+
+
+def double_or_copy(x: jax.Array) -> jax.Array:
+    return lax.cond(jnp.max(x) < 100, double, lambda y: copy(copy(y).T), x)
+
+
+def double_to_host(x: jax.Array) -> jax.Array:
+    return jax.device_put(double(x), jax.memory.Space.Host)
+
+
+def end_process(x: jax.Array) -> jax.Array:
+    """Do, while it is traced, what a fault in a compiler does."""
+    os.write(2, b"a fault in a compiler\n")
+    os._exit(134)
+
+
+def shapes(*sizes: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
+
+
+def layer_case(name: str, spec: MoESpec, num_tokens: int, **limits: int) -> aot.Case:
+    """A layer from router logits to output, in bfloat16."""
+    params = spec.param_shapes
+    x, w13, w2 = shapes((num_tokens, spec.hidden_size), params["w13"], params["w2"], dtype=jnp.bfloat16)
+    (logits,) = shapes((num_tokens, spec.num_experts))
+    return aot.Case(
+        name=name, function=functools.partial(fused_moe, spec=spec), args=(x, logits, w13, w2), **limits
+    )
+
+
+QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+
+CASES = [
+    aot.Case(
+        name="double",
+        function=double,
+        args=shapes((128, 128)),
+        kernels=("double",),
+        max_launches=1,
+    ),
+    aot.Case(
+        name="copy",
+        function=copy,
+        args=shapes((256, 200)),
+        kernels=("copy",),
+        max_launches=1,
+        max_registers=32,
+    ),
+    aot.Case(
+        name="matmul_tile",
+        function=matmul_tile,
+        args=shapes((64, 64), (64, 128), dtype=jnp.bfloat16),
+        kernels=("matmul_tile",),
+        max_launches=1,
+        max_registers=128,
+    ),
+    layer_case("xla-qwen3_30b-1", QWEN3_30B, 1, max_launches=40, max_temp_bytes=60_000_000),
+    layer_case("xla-qwen3_30b-64", QWEN3_30B, 64, max_launches=80, max_temp_bytes=300_000_000),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest, h200: aot.Compiler) -> dict[str, Future[aot.Report]]:
+    """The cases of the selected tests, all begun at once."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    cases = [call.params["case"] for call in calls if call and isinstance(call.params.get("case"), aot.Case)]
+    return {case.name: h200.submit(case.function, *case.args) for case in cases}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_program_stays_within_its_limits(case: aot.Case, reports: dict[str, Future[aot.Report]]) -> None:
+    report = reports[case.name].result()
+    assert case.violations(report) == [], report
+
+
+def test_report_of_a_tile(h200: aot.Compiler) -> None:
+    report = h200.compile(matmul_tile, *shapes((64, 64), (64, 128), dtype=jnp.bfloat16))
+    (kernel,) = report.kernels
+    assert kernel.wgmma_count == 64 // 16
+    # Both operands, the result and one barrier.
+    assert kernel.smem_bytes == 2 * (64 * 64 + 64 * 128 + 64 * 128) + 8
+    # An accumulator alone is 64 × 128 float32 over 128 threads.
+    assert 64 < kernel.registers < 128
+    assert report.launches == (aot.Launch(name="matmul_tile", kind="mosaic"),)
+    assert report.temp_bytes == 0
+
+
+def test_spills_are_reported(h200: aot.Compiler) -> None:
+    case = replace(CASES[0], args=shapes((256, 256)), max_registers=168)
+    report = h200.compile(case.function, *case.args)
+    (kernel,) = report.kernels
+    assert kernel.registers == 255
+    assert kernel.spill_bytes >= 1000
+    wrong = "\n".join(case.violations(report))
+    assert "255 registers in double, at most 168 allowed" in wrong
+    assert f"{kernel.spill_bytes} bytes spilled in double, at most 0 allowed" in wrong
+    assert "Registers are spilled to local memory" in wrong
+
+
+def test_too_much_shared_memory_does_not_compile(h200: aot.Compiler) -> None:
+    with pytest.raises(aot.CompileError, match=r"smem_bytes=262152 > max_smem_bytes=232448"):
+        h200.compile(copy, *shapes((256, 256)))
+
+
+def test_same_program_is_reported_again(h200: aot.Compiler) -> None:
+    """No kernel is missing because it was compiled before."""
+    args = shapes((128, 128))
+    again = [h200.compile(double, *args) for _ in range(2)]
+    assert [[kernel.name for kernel in report.kernels] for report in again] == [["double"]] * 2
+    assert len({(report.kernels, report.launches) for report in again}) == 1
+
+
+def test_launches_in_a_loop_count_each_time(h200: aot.Compiler) -> None:
+    report = h200.compile(double_four_times, *shapes((128, 128)))
+    launched = [(x.name, x.times) for x in report.launches if x.kind == "mosaic"]
+    assert launched == [("double", 1), ("double", 3)]
+    assert report.num_launches >= 4
+    assert report.host_copies == ()
+    assert report.temp_bytes >= 128 * 128 * 4
+    launches, temp_bytes, kernels = CASES[0].violations(report)
+    assert launches == f"{report.num_launches} launches, at most 1 allowed"
+    assert temp_bytes == f"{report.temp_bytes} bytes of temporary memory, at most 0 allowed"
+    assert kernels == f"launches the Mosaic kernels {('double',) * 4}, not ('double',)"
+    assert len(replace(CASES[0], kernels=("double",) * 4).violations(report)) == 2
+
+
+def test_host_copies_are_reported(h200: aot.Compiler) -> None:
+    """A loop of unknown length, a conditional and a transfer all stop for the host."""
+    begun = [h200.submit(f, *shapes((128, 128))) for f in (double_until_big, double_or_copy, double_to_host)]
+    loop, conditional, transfer = (future.result() for future in begun)
+    assert len(loop.host_copies) == 1
+    assert "double" in [x.name for x in loop.launches]
+    assert len(conditional.host_copies) == 1
+    assert [x.name for x in conditional.launches if x.kind == "mosaic"] == ["copy", "copy"]
+    assert len(transfer.host_copies) == 1
+    for report in loop, conditional, transfer:
+        assert any("copies to or from the host" in wrong for wrong in CASES[0].violations(report))
+
+
+def test_a_fault_in_a_compiler_is_reported(h200: aot.Compiler) -> None:
+    with pytest.raises(aot.CompileError, match=r"ended with status 134:\n(.*\n)*a fault in a compiler"):
+        h200.compile(end_process, *shapes((8, 8)))
+
+
+def test_a_program_that_takes_too_long_is_given_up() -> None:
+    late = pytest.raises(aot.CompileError, match=r"not compiled within 0\.01 s")
+    with aot.Compiler(timeout_s=0.01) as compiler, late:
+        compiler.compile(double, *shapes((128, 128)))
+
+
+def test_one_program_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    path = tmp_path / "by_hand.py"
+    path.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def build():\n"
+        "    return lambda x: x @ x, [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)]\n"
+    )
+    monkeypatch.setattr("sys.argv", ["aot.py", f"{path}:build"])
+    with pytest.raises(SystemExit) as end:
+        aot.main()
+    assert end.value.code == 0
+    assert "1 launches, 0.0" in capfd.readouterr().out
+
+
+def test_says_why_it_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(aot.TOOLCHAIN_VARIABLE, str(tmp_path))
+    with pytest.raises(aot.CompileError, match=r"needs JAX's CUDA plugin in .*\.ci/aot\.sh"):
+        aot.Compiler()
+    info = tmp_path / "jax_cuda13_plugin-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda13-plugin\nVersion: 0.0.1\n")
+    assert f"needs JAX's CUDA plugin {jax.__version__}" in aot.why_not()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: jax-cuda13-plugin\nVersion: {jax.__version__}\n"
+    )
+    assert aot.why_not().startswith("needs bin/ptxas")
