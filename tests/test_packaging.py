@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # What the Makefile installs; `bench` is left out.
-INSTALLED_EXTRAS = ["cuda", "flax", "checkpoints", "examples", "test", "lint"]
+INSTALLED_EXTRAS = ["aot", "cuda", "flax", "checkpoints", "examples", "test", "lint"]
 
 
 def normalised(name: str) -> str:
@@ -151,3 +153,30 @@ def test_explicit_python_that_is_too_old_is_not_replaced(tmp_path: Path) -> None
     done = make_environment(tmp_path, [tmp_path / "bin"], str(old))
     assert done.returncode == 1
     assert f"{old} is Python 3.11" in done.stderr
+
+
+def add_compiler(tmp_path: Path, pip: str) -> subprocess.CompletedProcess[str]:
+    """Run .ci/aot.sh on an environment whose pip is a fake."""
+    (tmp_path / "aot").mkdir()
+    fake_program(tmp_path / "bin", "python", f'if [ "$1" = "-" ]; then exec {sys.executable} -; fi; {pip}')
+    return subprocess.run(
+        ["sh", str(ROOT / ".ci/aot.sh"), str(tmp_path), "--constraint", "constraints.txt"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_compiler_is_of_the_version_of_jax_and_beside_the_environment(tmp_path: Path) -> None:
+    done = add_compiler(tmp_path, f'echo "used: $*"; mkdir {tmp_path}/aot')
+    assert done.returncode == 0
+    used = f"used: -m pip install --quiet --target {tmp_path}/aot --constraint constraints.txt "
+    assert f"{used}jax-cuda13-plugin=={jax.__version__} nvidia-" in done.stdout
+    assert (tmp_path / "aot/.made").is_file()
+
+
+def test_compiler_that_cannot_be_had_is_done_without(tmp_path: Path) -> None:
+    done = add_compiler(tmp_path, f"mkdir {tmp_path}/aot; exit 1")
+    assert done.returncode == 0
+    assert "the tests marked aot will be skipped" in done.stderr
+    assert not (tmp_path / "aot").exists()
