@@ -2,7 +2,7 @@
 
 Correctness, stress, then a short timing table. Each case runs in a process of its own, with a timeout: a
 kernel that hangs or poisons the device costs one case. The summary comes last; the exit status is 0 only if
-nothing failed.
+nothing failed. Whoever ends it early ends the case in hand with it.
 
     tests                    pytest -m gpu
     correctness:MODEL        every backend, several T and loads: sampled rows against the float64 truth, and
@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -75,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
         kind, _, model = options.case.partition(":")
         {"correctness": correctness, "stress": stress}[kind](model, options)
         return 0
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, say, it is ignored and stays so
+            signal.signal(number, _exit)
     outcomes = []
     for name, command in _commands(options):
         print(f"\n== {name}", flush=True)
@@ -91,16 +95,24 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
+def _exit(number: int, frame: types.FrameType | None) -> None:
+    """End by an exception, which `run_case` sees, as Ctrl-C does."""
+    sys.exit(128 + number)
+
+
 def run_case(command: Sequence[str], timeout_s: float) -> str:
     """Run a command, its output to ours; returns ``"ok"`` or what went wrong."""
     # In a session of its own, so that a timeout ends its children too.
     process = subprocess.Popen(command, cwd=_ROOT, start_new_session=True)
     try:
         status = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
+        # If this process is to end, so must the case: nothing else would end it, and it holds the GPU.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"timeout after {timeout_s:.0f} s"
+        if isinstance(error, subprocess.TimeoutExpired):
+            return f"timeout after {timeout_s:.0f} s"
+        raise
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return "ok" if status == 0 else f"exit status {status}"

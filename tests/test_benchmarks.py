@@ -6,11 +6,13 @@ import dataclasses
 import io
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +567,35 @@ def test_cases_of_gpu_check_are_contained() -> None:
     start = time.monotonic()
     assert gpu_check.run_case([*python, "import time; time.sleep(60)"], 0.5) == "timeout after 0 s"
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_gpu_check_that_is_ended_leaves_no_case_running(number: signal.Signals) -> None:
+    case = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    script = f"""if True:
+        import signal, sys
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from benchmarks import gpu_check
+        gpu_check._commands = lambda options: [("sleeper", [sys.executable, "-c", {case!r}])]
+        gpu_check.main([])
+    """
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        child = next(int(line) for line in process.stdout if line.strip().isdigit())
+        try:
+            process.send_signal(number)
+            assert process.wait(60) != 0
+            with pytest.raises(ProcessLookupError):
+                os.kill(child, 0)
+        finally:
+            process.kill()
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 def test_gpu_check_runs_tiny_cases_and_sums_up() -> None:
