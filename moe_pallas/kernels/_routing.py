@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moe_pallas.kernels._choice import NONE, Choices, Router
+from moe_pallas.kernels._simt import (
+    Bool,
+    Float,
+    Int,
+    Memory,
+    count_bits,
+    cta_barrier,
+    for_range,
+    if_,
+    minimum,
+    select,
+    thread_index,
+    warp_ballot,
+    warp_equals,
+    warp_scan,
+    warp_sum,
+)
 from moe_pallas.spec import MoESpec, WeightOn
 
 NUM_THREADS = 384  # of the CTA, all of which take part
@@ -146,7 +166,7 @@ def route_logits(
 
     Args:
       logits_ref: (T, E) float32 | bfloat16 | float16, in global memory.
-      correction_bias_ref: (E,) float32 in global memory, exactly when ``spec.correction_bias``.
+      correction_bias_ref: (E,) float in global memory, exactly when ``spec.correction_bias``.
       real_ref: int32 in global memory: (1,), the number of real tokens, which come first, or (T,), not 0 for
         a real token; all are real if None. The others are routed nowhere, whatever their logits hold.
       lists: As `list_scratch` describes them.
@@ -155,7 +175,26 @@ def route_logits(
       num_tokens: T.
       block_m: Most tokens of a block: 8, 16, 32 or 64.
     """
-    raise NotImplementedError
+    assert supports(spec, num_tokens) is None, supports(spec, num_tokens)
+    assert (correction_bias_ref is not None) == spec.correction_bias
+
+    def phase(given: dict[str, Memory]) -> None:
+        work = _Work(given, spec, num_tokens, block_m)
+        router = Router(spec, num_tokens, _NUM_WARPS, given["logits"], given.get("bias"), given.get("real"))
+        if num_tokens == 1:
+            with if_(work.warp.equals(0)):
+                choices = router.choose(Int.of(0), router.first_logits())
+                work.list_one_token(choices.expert, choices.weight, choices.is_real, distinct=True)
+            cta_barrier()
+        else:
+            logits = router.first_logits()
+            work.clear_masks()
+            cta_barrier()
+            router.choose_all(logits, work.note_choices)
+            cta_barrier()
+            work.list_tokens()
+
+    _inline(phase, lists, scratch, logits=logits_ref, bias=correction_bias_ref, real=real_ref)
 
 
 def route_ids(
@@ -180,4 +219,189 @@ def route_ids(
       num_tokens: Likewise.
       block_m: Likewise.
     """
-    raise NotImplementedError
+    assert supports_ids(spec, num_tokens) is None, supports_ids(spec, num_tokens)
+
+    def phase(given: dict[str, Memory]) -> None:
+        work = _Work(given, spec, num_tokens, block_m)
+        ids, weights = given["ids"], given["weights"]
+        if num_tokens == 1:
+            with if_(work.warp.equals(0)):
+                slot = minimum(work.lane, spec.top_k - 1)
+                expert, weight = ids.load(slot), weights.load(slot)
+                work.list_one_token(expert, weight, expert < spec.num_experts, distinct=False)
+            cta_barrier()
+        else:
+            work.clear_masks()
+            cta_barrier()
+            work.note_given(ids, weights)
+            cta_barrier()
+            work.list_tokens()
+
+    _inline(phase, lists, scratch, ids=ids_ref, weights=weights_ref)
+
+
+def _inline(phase: Callable[[dict[str, Memory]], None], lists: Lists, scratch: Any, **inputs: Any) -> None:
+    """Run ``phase`` in every thread; it is given each ref, by its name, as `Memory`."""
+    refs = {k: v for k, v in (inputs | lists._asdict() | {"scratch": scratch}).items() if v is not None}
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def run(ctx: Any, *values: Any) -> None:
+        phase({name: Memory(value) for name, value in zip(refs, values, strict=True)})
+
+    run(*refs.values())
+
+
+class _Work:
+    """The lists, written by all threads of the CTA."""
+
+    def __init__(self, given: dict[str, Memory], spec: MoESpec, num_tokens: int, block_m: int):
+        self.lists = Lists(*(given.get(name) for name in Lists._fields))
+        self.spec, self.num_tokens, self.block_m = spec, num_tokens, block_m
+        self.slots = num_tokens * spec.top_k
+        self.thread = thread_index()
+        self.lane, self.warp = self.thread & 31, self.thread >> 5
+        # Scratch: an expert's tokens; where its blocks and rows, and its tokens, begin; sums of warps.
+        self.scratch = given["scratch"]
+        self.mask_words = -(-num_tokens // 32)
+        self.starts = self.mask_words * spec.num_experts
+        self.firsts = self.starts + spec.num_experts
+        self.sums = self.firsts + spec.num_experts
+
+    def clear_masks(self) -> None:
+        """Forget all tokens."""
+        for_range(self.thread, self.starts, NUM_THREADS, [], self._clear)
+
+    def _clear(self, index: Int) -> list[Int]:
+        self.scratch.store(index, 0)
+        return []
+
+    def note_choices(self, choices: Choices) -> None:
+        """Note the choices that were made of logits, one a lane."""
+        with if_(choices.in_use):
+            slot = choices.token * self.spec.top_k + choices.slot
+            self._note(slot, choices.token, choices.expert, choices.weight, choices.is_real)
+
+    def note_given(self, ids: Memory, weights: Memory) -> None:
+        """Note the choices that were made elsewhere."""
+
+        def note(slot: Int) -> list[Int]:
+            expert = ids.load(slot)
+            token = slot // self.spec.top_k
+            self._note(slot, token, expert, weights.load(slot), expert < self.spec.num_experts)
+            return []
+
+        for_range(self.thread, self.slots, NUM_THREADS, [], note)
+
+    def _note(self, slot: Int, token: Int, expert: Int, weight: Float, valid: Bool) -> None:
+        # Until the blocks are known, the slot's expert stands in the place of its block.
+        self.lists.block_of_slot.store(slot, select(valid, expert, NONE))
+        self.lists.weight_of_slot.store(slot, select(valid, weight, 0.0))
+        with if_(valid):
+            word = (token >> 5) * self.spec.num_experts + expert
+            self.scratch.set_bits(word, Int.of(1) << (token & 31))
+
+    def list_one_token(self, expert: Int, weight: Float, valid: Bool, distinct: bool) -> None:
+        """Write the lists of the only token, whose choices stand one a lane: a block each, in their order."""
+        lists, lane = self.lists, self.lane
+        valid = valid & (lane < self.spec.top_k)
+        # The first of several that name the same expert has its block.
+        same = Int.of(1) << lane if distinct else warp_equals(select(valid, expert, NONE))
+        below_first = (same & (Int.of(0) - same)) - 1
+        leads = valid & below_first.equals((Int.of(1) << lane) - 1)
+        leaders = warp_ballot(leads)
+        block = count_bits(leaders & below_first)
+        with if_(lane < self.spec.top_k):
+            lists.row_of_slot.store(lane, select(valid, block * 8, NONE))
+            lists.block_of_slot.store(lane, block)
+            lists.weight_of_slot.store(lane, select(valid, weight, 0.0))
+        with if_(leads):
+            self._list_block(block, expert, block * 8, block, Int.of(1))
+            lists.token_of.store(block, 0)
+            if lists.weight_of is not None:
+                lists.weight_of.store(block, weight)
+        with if_(lane.equals(0)):
+            lists.num_blocks.store(0, count_bits(leaders))
+
+    def _list_block(self, block: Int, expert: Int, row: Int, first: Int, size: Int) -> None:
+        lists = self.lists
+        lists.block_expert.store(block, expert)
+        lists.block_row.store(block, row)
+        lists.block_first.store(block, first)
+        lists.block_size.store(block, size)
+
+    def list_tokens(self) -> None:
+        """Write the lists from what was noted."""
+        self._place_experts()
+        cta_barrier()
+        for_range(self.thread, self.slots, NUM_THREADS, [], self._place_slot)
+        cta_barrier()
+
+    def _place_experts(self) -> None:
+        """Find where each expert's blocks, rows and tokens begin: sums over the experts below it."""
+        num_experts, scratch = self.spec.num_experts, self.scratch
+        each = -(-num_experts // NUM_THREADS)
+        counts, places = [], []
+        for i in range(each):
+            expert = self.thread * each + i
+            readable = minimum(expert, num_experts - 1)
+            words = [scratch.load(readable + w * num_experts) for w in range(self.mask_words)]
+            count = select(expert < num_experts, _add(count_bits(word) for word in words), 0)
+            blocks = (count + (self.block_m - 1)) >> _log2(self.block_m)
+            counts.append(count)
+            places.append(blocks | ((count + 7) >> 3 << 16))
+        own = [_add(places), _add(counts)]
+        upto = [warp_scan(x, self.lane) for x in own]
+        with if_(self.lane.equals(31)):
+            for i, x in enumerate(upto):
+                scratch.store(self.warp + (self.sums + i * _NUM_WARPS), x)
+        cta_barrier()
+        lane = minimum(self.lane, _NUM_WARPS - 1)
+        before = []
+        for i in range(2):
+            below = select(self.lane < self.warp, scratch.load(lane + (self.sums + i * _NUM_WARPS)), 0)
+            before.append(warp_sum(below))
+        place, first = (b + u - o for b, u, o in zip(before, upto, own, strict=True))
+        for i in range(each):
+            expert = self.thread * each + i
+            with if_(expert < num_experts):
+                scratch.store(expert + self.starts, place)
+                scratch.store(expert + self.firsts, first)
+            place, first = place + places[i], first + counts[i]
+        with if_(self.thread.equals(NUM_THREADS - 1)):
+            self.lists.num_blocks.store(0, place & 0xFFFF)
+
+    def _place_slot(self, slot: Int) -> list[Int]:
+        """Give a slot its row; the first token of a block describes the block."""
+        lists, scratch, num_experts = self.lists, self.scratch, self.spec.num_experts
+        expert = lists.block_of_slot.load(slot)
+        with if_(expert >= num_experts):
+            lists.row_of_slot.store(slot, NONE)
+        with if_(expert < num_experts):
+            token = slot // self.spec.top_k
+            below, count = Int.of(0), Int.of(0)
+            for w in range(self.mask_words):
+                word = scratch.load(expert + w * num_experts)
+                lower = (Int.of(1) << (token & 31)) - 1
+                if self.mask_words > 1:
+                    lower = select((token >> 5).equals(w), lower, select((token >> 5) > w, NONE, Int.of(0)))
+                below, count = below + count_bits(word & lower), count + count_bits(word)
+            place, first = scratch.load(expert + self.starts), scratch.load(expert + self.firsts) + below
+            block = (place & 0xFFFF) + (below >> _log2(self.block_m))
+            row = (place >> 16 << 3) + below
+            lists.row_of_slot.store(slot, row)
+            lists.block_of_slot.store(slot, block)
+            lists.token_of.store(first, token)
+            if lists.weight_of is not None:
+                lists.weight_of.store(first, lists.weight_of_slot.load(slot))
+            with if_((below & (self.block_m - 1)).equals(0)):
+                self._list_block(block, expert, row, first, minimum(count - below, self.block_m))
+        return []
+
+
+def _add(values: Iterable[Int]) -> Int:
+    return functools.reduce(lambda x, y: x + y, values)
+
+
+def _log2(power: int) -> int:
+    assert power & (power - 1) == 0
+    return power.bit_length() - 1
