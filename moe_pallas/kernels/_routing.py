@@ -1,4 +1,30 @@
-"""Routing as the first phase of a kernel: router logits, or given expert ids, to lists in shared memory."""
+"""Routing as the first phase of a kernel: router logits, or given expert ids, to lists in shared memory.
+
+Every CTA does it for itself, so that no launch and no wait for others comes before the experts' work: the
+lists are the same in all of them. An expert's tokens fill blocks of up to ``block_m``; each block begins at
+a row that is a multiple of 8. The rules are those of `moe_pallas.routing.route`.
+
+    phase    all 12 warps                                                                              then
+    choose   warp w: logits of tokens w, w + 12, … → experts and weights (`_choice`), and for each     barrier
+             expert a bit for each of its tokens
+    count    thread i: experts i·n … → how many tokens, blocks and rows; sums over the warp's          barrier
+    place    the same: where the blocks, rows and tokens of each expert begin                          barrier
+    list     thread i: slots i, i + 384, … → row (tokens of the expert below this one), block; the     barrier
+             first token of a block describes it
+
+One token needs none of this: warp 0 chooses, and writes one block a choice.
+
+Lists (`Lists` says what they hold; B blocks, S = T · top_k slots, `list_sizes`), 4 bytes a word:
+
+    num_blocks                                              4 words
+    block_expert, block_row, block_first, block_size        B each
+    token_of, row_of_slot, block_of_slot, weight_of_slot    S each; weight_of too if weights go on the input
+    scratch                                                 E · (ceil(T / 32) + 2) + 24, with one token 1
+
+each rounded up to 1024 bytes (`smem_bytes`).
+
+Limits: 3 warpgroups; T <= 256, E <= 1536, top_k <= 32, no expert groups (`supports`).
+"""
 
 from __future__ import annotations
 
@@ -134,11 +160,17 @@ def supports(spec: MoESpec, num_tokens: int) -> str | None:
     """Say why the phase can't route these tokens by their logits; None if it can."""
     if spec.num_expert_groups > 1:
         return f"num_expert_groups={spec.num_expert_groups}: experts are chosen without groups only"
-    return supports_ids(spec, num_tokens)
+    return _too_large(spec, num_tokens)
 
 
 def supports_ids(spec: MoESpec, num_tokens: int) -> str | None:
     """Say why the phase can't make lists of given ids; None if it can."""
+    if spec.weight_on is WeightOn.INPUT:
+        return "weight_on='input': ids may name an expert twice, with two weights, and its row has one"
+    return _too_large(spec, num_tokens)
+
+
+def _too_large(spec: MoESpec, num_tokens: int) -> str | None:
     for name, value, most in (
         ("num_experts", spec.num_experts, _MAX_EXPERTS),
         ("top_k", spec.top_k, _MAX_TOP_K),
