@@ -21,8 +21,14 @@ def activate(a: jax.Array, spec: MoESpec) -> jax.Array:
       (..., F) float32.
     """
     if not spec.gated:
-        return _PLAIN[spec.activation](a)
-    gate, up = split_gate_up(a, spec)
+        return activate_branches(a, None, spec)
+    return activate_branches(*split_gate_up(a, spec), spec)
+
+
+def activate_branches(gate: jax.Array, up: jax.Array | None, spec: MoESpec) -> jax.Array:
+    """Apply the activation to gate and up, or to the only branch there is (``up`` None); float32."""
+    if up is None:
+        return _PLAIN[spec.activation](gate)
     match spec.activation:
         case Activation.SWIGLU:
             if spec.swiglu_limit is not None:
@@ -45,7 +51,7 @@ def split_gate_up(a: jax.Array, spec: MoESpec) -> tuple[jax.Array, jax.Array]:
 
 
 _PLAIN = {
-    Activation.RELU2: lambda z: jnp.square(jax.nn.relu(z)),
+    Activation.RELU2: lambda z: jnp.square(jnp.maximum(z, 0.0)),
     Activation.SILU: jax.nn.silu,
     Activation.GELU: lambda z: jax.nn.gelu(z, approximate=False),
     Activation.GELU_TANH: lambda z: jax.nn.gelu(z, approximate=True),

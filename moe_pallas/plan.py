@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moe_pallas.routing import count_experts
+from moe_pallas.routing import Routing, count_experts
 
 
 class Plan(NamedTuple):
@@ -55,3 +55,70 @@ def make_plan(topk_ids: jax.Array, num_experts: int) -> Plan:
     group_sizes = count_experts(ids, num_experts)
     group_offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
     return Plan(group_sizes, group_offsets, slot_of_row, row_of_slot)
+
+
+class BlockPlan(NamedTuple):
+    """Rows cut into blocks of one expert each, as the Swap-AB kernel walks over them; S = T * top_k slots.
+
+    A block is up to ``block_m`` rows of one expert. Rows are numbered anew, so that each block starts at a
+    multiple of 8; the rows between blocks stand for nothing. Arrays are int32 unless said otherwise.
+
+    Attributes:
+      num_blocks: (1,). Blocks that exist; entries of the others mean nothing.
+      block_expert, block_row, block_first, block_size: (B,). A block's expert, its first row, where its
+        tokens start in ``token_of``, and how many they are.
+      token_of: (S,). Tokens, block by block, without gaps.
+      row_of_slot, block_of_slot: (S,). Where a slot's result stands; row -1: the slot is dropped.
+      weight_of_slot: (S,) float32. Routing weights.
+      weight_of_row: (8 * S + block_m,) float32. The same where the rows are.
+    """
+
+    num_blocks: jax.Array
+    block_expert: jax.Array
+    block_row: jax.Array
+    block_first: jax.Array
+    block_size: jax.Array
+    token_of: jax.Array
+    row_of_slot: jax.Array
+    block_of_slot: jax.Array
+    weight_of_slot: jax.Array
+    weight_of_row: jax.Array
+
+
+def make_blocks(routing: Routing, num_experts: int, block_m: int) -> BlockPlan:
+    """Cut the slots of a routing (T, top_k) into blocks; an id that a token has twice gets two rows."""
+    num_tokens, top_k = routing.topk_ids.shape
+    num_slots = num_tokens * top_k
+    plan = make_plan(routing.topk_ids, num_experts)
+    per_expert = -(-plan.group_sizes // block_m)
+    block_ends = jnp.cumsum(per_expert, dtype=jnp.int32)
+    blocks = jnp.arange(min(num_experts, num_slots) + num_slots // block_m, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(block_ends, blocks, side="right"), num_experts - 1)
+    expert = expert.astype(jnp.int32)
+    skipped = (blocks - (block_ends - per_expert)[expert]) * block_m  # the expert's rows in earlier blocks
+    first = plan.group_offsets[expert] + skipped
+    size = jnp.clip(plan.group_sizes[expert] - skipped, 0, block_m)
+    size = jnp.where(blocks < block_ends[-1], size, 0)
+    padded = -(-size // 8) * 8
+    row = jnp.cumsum(padded, dtype=jnp.int32) - padded
+    ids = routing.topk_ids.reshape(-1)
+    dropped = (ids < 0) | (ids >= num_experts)
+    expert_of_slot = jnp.where(dropped, 0, ids)
+    place = plan.row_of_slot - plan.group_offsets[expert_of_slot]
+    block_of_slot = (block_ends - per_expert)[expert_of_slot] + place // block_m
+    block_of_slot = jnp.where(dropped, 0, block_of_slot)
+    weights = routing.topk_weights.reshape(-1).astype(jnp.float32)
+    row_of_slot = jnp.where(dropped, -1, row[block_of_slot] + place % block_m)
+    rows = jnp.where(dropped, 8 * num_slots + block_m, row_of_slot)
+    return BlockPlan(
+        num_blocks=block_ends[-1:],
+        block_expert=expert,
+        block_row=row,
+        block_first=first,
+        block_size=size,
+        token_of=plan.slot_of_row // top_k,
+        row_of_slot=row_of_slot,
+        block_of_slot=block_of_slot,
+        weight_of_slot=weights,
+        weight_of_row=jnp.zeros(8 * num_slots + block_m, jnp.float32).at[rows].set(weights, mode="drop"),
+    )

@@ -1,0 +1,356 @@
+"""What the kernels need of Mosaic GPU beyond stable Pallas: the only file that imports unstable parts of it.
+
+Most of it are a few instructions of PTX that Pallas has no word for: flags in global memory by which CTAs
+of one launch wait for each other, the gather of token rows into a WGMMA operand, and a transposed store.
+
+Flags are 64-bit words that hold the number of the launch that set them last, so that nothing is ever
+reset: a flag is up if it holds the number of the running launch. The number comes from a ticket counter at
+the head of the same buffer, which every CTA draws from once and which each launch raises by
+`_TICKETS_PER_LAUNCH`. Any state that the buffer had between two launches is a valid start.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
+HEADER_FLAGS = 16  # words before the first flag: the ticket counter, and a sector of its own for it
+_TICKETS_PER_LAUNCH = 256
+_MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not look like a hang
+
+# Named barriers (bar.sync): 0 is the CTA's, Mosaic takes 1 + warpgroup.
+_PUBLISH_BARRIER, _GATHER_BARRIER, _AWAIT_BARRIER = 8, 9, 10  # the last and two more: one a warpgroup
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def num_sms() -> int:
+    """Count the SMs of the device that JAX would use; an H200's if it has no NVIDIA GPU."""
+    device = jax.devices()[0]
+    return int(device.core_count) if device.platform == "gpu" else 132
+
+
+def operand_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Layout of a WGMMA operand in shared memory: 8 rows of 128 bytes to a swizzled tile."""
+    return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+
+
+def new_flags(count: int) -> np.ndarray:
+    """Initial flags, as the 32-bit halves of ``HEADER_FLAGS + count`` words."""
+    flags = np.zeros(2 * (HEADER_FLAGS + count), np.int32)
+    flags[-1] = 1  # of the unused tail: a constant of zeros only, XLA would write anew in every call
+    return flags
+
+
+def _address(ref: ir.Value) -> ir.Value:
+    """64-bit generic address of a ref in global or shared memory."""
+    pointer = mgpu.utils.memref_ptr(ref)
+    generic = ir.Type.parse("!llvm.ptr")
+    if pointer.type != generic:
+        pointer = llvm.addrspacecast(generic, pointer)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
+
+
+def _shared_address(ref: ir.Value) -> ir.Value:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+
+def _ptx(code: str, **operands: ir.Value) -> None:
+    """Run PTX in every thread; ``%[name]`` stands for an operand."""
+    names = list(operands)
+    text = re.sub(r"%\[(\w+)\]", lambda m: f"${names.index(m.group(1))}", code)
+    kinds = {"i64": "l", "i32": "r", "f32": "f"}
+    constraints = ",".join([*(kinds[str(v.type)] for v in operands.values()), "~{memory}"])
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), list(operands.values()), text, constraints, has_side_effects=True
+    )
+
+
+def _value(scalar: Any) -> ir.Value:
+    return scalar.registers.item()
+
+
+def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
+    """Note the number of this launch in ``epoch_smem`` (2 words); seen after the next CTA barrier."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def draw(ctx: Any, flags: Any, epoch: Any) -> None:
+        last_thread = 128 * 3 - 1  # of a warp that has little else to do just now
+        _ptx(
+            f"""{{ .reg .pred p, q; .reg .b32 t, c; .reg .b64 n;
+            mov.u32 t, %tid.x; setp.eq.u32 p, t, {last_thread};
+            mov.u32 c, %ctaid.x; setp.eq.u32 q, c, 0; selp.b64 n, {_TICKETS_PER_LAUNCH - num_ctas + 1}, 1, q;
+            @p atom.relaxed.gpu.global.add.u64 n, [%[flags]], n;
+            shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; add.u64 n, n, 1;
+            @p st.u64 [%[epoch]], n; }}""",
+            flags=_address(flags),
+            epoch=_address(epoch),
+        )
+
+    draw(flags_gmem, epoch_smem)
+
+
+def cta_barrier() -> None:
+    """Let every thread of the CTA come here, and see what the others wrote."""
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        _ptx("bar.sync 0;")
+
+    barrier()
+
+
+def proxy_fence() -> None:
+    """Order ordinary accesses against those of the copy engine."""
+
+    @plgpu.inline_mgpu()
+    def fence(ctx: Any) -> None:
+        _ptx("fence.proxy.async;")
+
+    fence()
+
+
+def raise_flag(flags_gmem: Any, index: jax.Array, epoch_smem: Any) -> None:
+    """Raise a flag; who sees it up sees all that this warpgroup has stored before."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType()))
+    def publish(ctx: Any, flags: Any, index: Any, epoch: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t; .reg .b64 a, n;
+            bar.sync {_PUBLISH_BARRIER}, 128;
+            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
+            ld.u64 n, [%[epoch]]; mad.wide.s32 a, %[index], 8, %[flags];
+            @p st.release.gpu.global.u64 [a+{8 * HEADER_FLAGS}], n; }}""",
+            flags=_address(flags),
+            index=_value(index),
+            epoch=_address(epoch),
+        )
+
+    publish(flags_gmem, index, epoch_smem)
+
+
+def await_flags(
+    flags_gmem: Any, first: jax.Array, count: jax.Array, epoch_smem: Any, *, warpgroup: int
+) -> None:
+    """Wait until the flags first … first + count - 1 are up; thread i of the warpgroup watches every 128th."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType()))
+    def wait(ctx: Any, flags: Any, first: Any, count: Any, epoch: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t, polls; .reg .b64 a, n, m;
+            ld.u64 n, [%[epoch]]; mov.u32 t, %tid.x; and.b32 t, t, 127; mov.u32 polls, 0;
+            FLAG: setp.ge.s32 p, t, %[count]; @p bra DONE;
+            add.s32 polls, t, %[first]; mad.wide.s32 a, polls, 8, %[flags]; mov.u32 polls, 0;
+            POLL: ld.acquire.gpu.global.u64 m, [a+{8 * HEADER_FLAGS}];
+            add.u32 polls, polls, 1; setp.gt.u32 p, polls, {_MAX_POLLS}; @p trap;
+            setp.ne.u64 p, m, n; @p bra POLL;
+            add.u32 t, t, 128; bra FLAG;
+            DONE: bar.sync {_AWAIT_BARRIER + warpgroup}, 128; }}""",
+            flags=_address(flags),
+            first=_value(first),
+            count=_value(count),
+            epoch=_address(epoch),
+        )
+
+    wait(flags_gmem, first, count, epoch_smem)
+
+
+def await_slots(
+    flags_gmem: Any,
+    rows: Any,
+    blocks: Any,
+    slot: jax.Array,
+    tile: jax.Array,
+    epoch_smem: Any,
+    *,
+    num_slots: int,
+    num_tiles: int,
+    num_splits: int,
+    flags_per_block: int,
+    first_flag: int,
+    warpgroup: int,
+) -> None:
+    """Wait for the flags of ``num_tiles`` tiles from ``tile`` on in the blocks of ``num_slots`` slots."""
+    per_slot = num_tiles * num_splits
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType())
+    )
+    def wait(ctx: Any, flags: Any, rows: Any, blocks: Any, slot: Any, tile: Any, epoch: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t, j, i, b; .reg .b64 a, n, m;
+            ld.u64 n, [%[epoch]]; mov.u32 t, %tid.x; and.b32 t, t, 127;
+            SLOT: setp.ge.s32 p, t, {num_slots * per_slot}; @p bra DONE;
+            div.u32 j, t, {per_slot}; mad.lo.s32 i, j, {-per_slot}, t; add.s32 j, j, %[slot];
+            mad.wide.s32 a, j, 4, %[rows]; ld.b32 b, [a]; setp.lt.s32 p, b, 0; @p bra NEXT;
+            mad.wide.s32 a, j, 4, %[blocks]; ld.b32 b, [a];
+            mad.lo.s32 i, b, {flags_per_block}, i; mad.lo.s32 i, %[tile], {num_splits}, i;
+            mad.wide.s32 a, i, 8, %[flags]; mov.u32 i, 0;
+            POLL: ld.acquire.gpu.global.u64 m, [a+{8 * (HEADER_FLAGS + first_flag)}];
+            add.u32 i, i, 1; setp.gt.u32 p, i, {_MAX_POLLS}; @p trap;
+            setp.ne.u64 p, m, n; @p bra POLL;
+            NEXT: add.u32 t, t, 128; bra SLOT;
+            DONE: bar.sync {_AWAIT_BARRIER + warpgroup}, 128; }}""",
+            flags=_address(flags),
+            rows=_address(rows),
+            blocks=_address(blocks),
+            slot=_value(slot),
+            tile=_value(tile),
+            epoch=_address(epoch),
+        )
+
+    wait(flags_gmem, rows, blocks, slot, tile, epoch_smem)
+
+
+def gather_rows(
+    x_gmem: Any,
+    token_of: Any,
+    x_smem: Any,
+    first: jax.Array,
+    size: jax.Array,
+    step: jax.Array,
+    stage: jax.Array,
+    *,
+    interpret: bool,
+) -> None:
+    """Start to copy rows ``token_of[first : first + size]`` of x, 128 columns from ``128 * step`` on.
+
+    Into stage ``stage`` of ``x_smem`` (stages, block_m, 128), in the layout of a WGMMA operand. Columns past
+    the end of x become 0. Rows past ``size`` keep what they held: a column of the product depends on its
+    own row alone.
+    """
+    _, block_m, block_k = x_smem.shape
+    hidden_size = x_gmem.shape[1]
+    if interpret:
+        # One ordinary load a row: the interpreter has no cp.async.
+        for j in range(block_m):
+
+            @pl.when(j < size)
+            def _(j: int = j) -> None:
+                x_smem[stage, j, :] = x_gmem[token_of[first + j], pl.ds(step * block_k, block_k)]
+
+        return
+    row_bytes, chunks = 2 * hidden_size, block_k * 2 // 16
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.RefType(operand_transforms(x_smem.dtype)),
+            _SCALAR,
+            _SCALAR,
+            _SCALAR,
+            _SCALAR,
+        )
+    )
+    def gather(
+        ctx: Any, x: Any, tokens: Any, operand: Any, first: Any, size: Any, step: Any, st: Any
+    ) -> None:
+        # Thread t copies chunk t % 16 (16 bytes) of rows t / 16, t / 16 + 8, …
+        per_row = "".join(
+            f"""
+            add.s32 j, r, {row}; setp.lt.s32 p, j, %[size];
+            mad.wide.s32 a, j, 4, tokens; @p ld.b32 t, [a];
+            mad.wide.s32 a, t, {row_bytes}, source; add.u32 d, target, {row * 256};
+            @p cp.async.cg.shared.global [d], [a], 16, bytes;"""
+            for row in range(0, block_m, 8)
+        )
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t, r, c, j, d, target, bytes; .reg .b64 a, tokens, source;
+            mov.u32 t, %tid.x; and.b32 t, t, 127; shr.u32 r, t, 4; and.b32 c, t, 15; mov.u32 t, 0;
+            mad.wide.s32 tokens, %[first], 4, %[tokens];
+            mad.lo.s32 j, %[step], {chunks}, c; setp.lt.s32 p, j, {-(-hidden_size // 8)};
+            selp.b32 bytes, 16, 0, p; selp.b32 j, j, 0, p; mad.wide.s32 source, j, 16, %[x];
+            mad.lo.s32 target, %[stage], {block_m * block_k * 2}, %[operand];
+            shr.u32 d, c, 3; mad.lo.u32 target, d, 1024, target; mad.lo.u32 target, r, 128, target;
+            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
+            {per_row}
+            cp.async.commit_group; }}""",
+            x=_address(x),
+            tokens=_address(tokens),
+            operand=_shared_address(operand),
+            first=_value(first),
+            size=_value(size),
+            step=_value(step),
+            stage=_value(st),
+        )
+
+    gather(x_gmem, token_of, x_smem, first, size, step, stage)
+
+
+def await_gather(pending: int, *, interpret: bool) -> None:
+    """Wait until all but the last ``pending`` gathers of this warpgroup are in shared memory, for WGMMA too."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(ctx: Any) -> None:
+        _ptx(
+            f"cp.async.wait_group {pending}; fence.proxy.async.shared::cta; bar.sync {_GATHER_BARRIER}, 128;"
+        )
+
+    wait()
+
+
+def store_columns(
+    ref: Any,
+    value: jax.Array,
+    split: jax.Array,
+    row: jax.Array,
+    col: jax.Array,
+    size: jax.Array,
+    *,
+    interpret: bool,
+) -> None:
+    """``ref[split, row + j, col + i] = value[i, j]`` for the first ``size`` columns j of a (64, n) accumulator."""
+    if interpret:
+        n = value.shape[1]
+        keep = lax.broadcasted_iota(jnp.int32, (n, 64), 0) < size
+        at = (split, pl.ds(row, n), pl.ds(col, 64))
+        ref[at] = jnp.where(keep, value.T, ref[at])
+        return
+    row_length = ref.shape[2]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
+    def store(ctx: Any, ref: Any, value: Any, row: Any, col: Any, size: Any) -> None:
+        # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, …): for each
+        # column, 8 lanes write 32 bytes in a row.
+        i32 = ir.IntegerType.get_signless(32)
+        registers = [
+            llvm.extractelement(register, mgpu.utils.c(half, i32))
+            for register in value.registers.flat
+            for half in range(2)
+        ]
+        stores = []
+        for j in range(value.shape[1] // 8):
+            for half in range(2):
+                stores.append(f"add.s32 t, c, {8 * j + half}; setp.lt.s32 p, t, %[size];")
+                offset = 4 * (8 * j + half) * row_length
+                for i in range(2):
+                    stores.append(f"@p st.global.f32 [a+{offset + 32 * i}], %[v{4 * j + 2 * i + half}];")
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t, l, c; .reg .b64 a;
+            mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 c, l, 3; shl.b32 c, c, 1;
+            add.s32 l, %[row], c; mul.wide.s32 a, l, {4 * row_length}; add.s64 a, a, %[ref];
+            shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4; add.s32 t, t, %[col];
+            mov.u32 l, %tid.x; shr.u32 l, l, 2; and.b32 l, l, 7; add.s32 t, t, l; mad.wide.s32 a, t, 4, a;
+            {" ".join(stores)} }}""",
+            ref=_address(ref),
+            row=_value(row),
+            col=_value(col),
+            size=_value(size),
+            **{f"v{i}": register for i, register in enumerate(registers)},
+        )
+
+    store(ref, value, split * ref.shape[1] + row, col, size)
