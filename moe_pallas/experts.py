@@ -1,13 +1,14 @@
 """The public operations: `fused_moe` from router logits, `fused_experts` from a routing of the caller's.
 
 Inputs are checked here, once, the same for every backend; padding is cut off here, so that backends see
-only real tokens and dropped ids; then the oracle is asked.
+only real tokens and dropped ids; then the oracle is asked. Gradients of the kernels are the portable backend's.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_pallas import xla
-from moe_pallas.oracle import select_backend
+from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
 from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
 
@@ -87,11 +88,15 @@ def fused_moe(
             f"x has tokens of shape {x.shape[:-1]}, router_logits of shape {router_logits.shape[:-1]}; "
             "need the same leading axes."
         )
-    mask = token_mask(x, mask, num_tokens)
-    if mask is not None:
-        router_logits = jnp.where(mask[..., None], router_logits, 0)
-    routing = route(router_logits, spec, correction_bias=correction_bias)
-    return fused_experts(x, routing, w13, w2, spec=spec, b13=b13, b2=b2, mask=mask, backend=backend)
+    _check_operands(x, w13, w2, b13, b2, spec)
+    real = token_mask(x, mask, num_tokens)
+    selection = _select(x, w13, spec, backend)
+    if math.prod(x.shape[:-1]) == 0:
+        return jnp.zeros(x.shape, x.dtype)
+    if selection.backend == "swap_ab":
+        count = None if mask is not None else num_tokens
+        return _swap_ab_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection)
+    return _xla_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, spec)
 
 
 def fused_experts(
@@ -141,20 +146,145 @@ def fused_experts(
     _check_operands(x, w13, w2, b13, b2, spec)
     _check_routing(x, routing, spec)
     mask = token_mask(x, mask, num_tokens)
-    tokens = math.prod(x.shape[:-1])
-    select_backend(
-        Problem(spec=spec, num_tokens=tokens, dtype=x.dtype.name, weight_dtype=w13.dtype.name), backend
-    )
-    if tokens == 0:
+    selection = _select(x, w13, spec, backend)
+    if math.prod(x.shape[:-1]) == 0:
         return jnp.zeros(x.shape, x.dtype)
     routing = Routing(
         _int32_in(routing.topk_ids, -1, spec.num_experts), jnp.asarray(routing.topk_weights, jnp.float32)
     )
+    if selection.backend == "swap_ab":
+        return _swap_ab_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
+    return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
+
+
+def _select(x: jax.Array, w13: jax.Array, spec: MoESpec, backend: str) -> Selection:
+    tokens = math.prod(x.shape[:-1])
+    problem = Problem(spec=spec, num_tokens=tokens, dtype=x.dtype.name, weight_dtype=w13.dtype.name)
+    return select_backend(problem, backend)
+
+
+def _xla_moe(
+    x: jax.Array,
+    logits: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    correction_bias: jax.Array | None,
+    mask: jax.Array | None,
+    spec: MoESpec,
+) -> jax.Array:
+    routing = _route_real(logits, correction_bias, mask, spec)
+    return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
+
+
+def _route_real(
+    logits: jax.Array, correction_bias: jax.Array | None, mask: jax.Array | None, spec: MoESpec
+) -> Routing:
+    if mask is not None:
+        logits = jnp.where(mask[..., None], logits, 0)
+    return route(logits, spec, correction_bias=correction_bias)
+
+
+def _xla_experts(
+    x: jax.Array,
+    routing: Routing,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    mask: jax.Array | None,
+    spec: MoESpec,
+) -> jax.Array:
     if mask is not None:
         x, routing = jnp.where(mask[..., None], x, 0), drop_masked(routing, mask)
-    flat = Routing(*(leaf.reshape(tokens, spec.top_k) for leaf in routing))
-    y = xla.fused_experts(jnp.asarray(x).reshape(tokens, -1), flat, w13, w2, b13, b2, spec)
+    y = xla.fused_experts(_rows(x), Routing(*map(_rows, routing)), w13, w2, b13, b2, spec)
     return y.astype(x.dtype).reshape(x.shape)
+
+
+def _swap_ab_moe(
+    x: jax.Array,
+    logits: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    correction_bias: jax.Array | None,
+    mask: jax.Array | None,
+    count: jax.Array | int | None,
+    spec: MoESpec,
+    selection: Selection,
+) -> jax.Array:
+    from moe_pallas.kernels import swap_ab  # noqa: PLC0415  Pallas is imported when a kernel is used
+
+    if not swap_ab.routes(spec, math.prod(x.shape[:-1])):
+        routing = _route_real(logits, correction_bias, mask, spec)
+        return _swap_ab_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
+    # The kernel takes the count itself: no mask needs to be made for it.
+    real = None if mask is None else mask.reshape(-1).astype(jnp.int32)
+    if count is not None:
+        real = _int32_in(count, 0, 2**31 - 1).reshape(1)
+
+    def kernel(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
+        return swap_ab.fused_moe(
+            x, logits, w13, w2, b13, b2, spec, config=selection.config, correction_bias=bias, real=real
+        )
+
+    def portable(
+        x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any
+    ) -> jax.Array:
+        is_real = None
+        if real is not None:
+            is_real = real != 0 if real.shape == x.shape[:1] and count is None else jnp.arange(len(x)) < real
+        return _xla_moe(x, logits, w13, w2, b13, b2, bias, is_real, spec)
+
+    y = _with_gradient(kernel, portable)(_rows(x), _rows(logits), w13, w2, b13, b2, correction_bias, real)
+    return y.reshape(x.shape)
+
+
+def _swap_ab_experts(
+    x: jax.Array,
+    routing: Routing,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    mask: jax.Array | None,
+    spec: MoESpec,
+    selection: Selection,
+) -> jax.Array:
+    from moe_pallas.kernels import swap_ab  # noqa: PLC0415
+
+    if mask is not None:
+        routing = drop_masked(routing, mask)
+
+    def kernel(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
+        return swap_ab.fused_experts(x, routing, w13, w2, b13, b2, spec, config=selection.config)
+
+    def portable(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
+        return xla.fused_experts(x, routing, w13, w2, b13, b2, spec).astype(x.dtype)
+
+    y = _with_gradient(kernel, portable)(_rows(x), Routing(*map(_rows, routing)), w13, w2, b13, b2)
+    return y.reshape(x.shape)
+
+
+def _with_gradient(kernel: Callable[..., jax.Array], portable: Callable[..., jax.Array]) -> Any:
+    """Give a kernel the gradient of a function that computes the same, and let ``vmap`` call it in turn."""
+    run = jax.custom_vjp(jax.custom_batching.sequential_vmap(kernel))
+
+    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+        return run(*args), args
+
+    def backward(args: tuple[Any, ...], cotangent: jax.Array) -> Any:
+        return jax.vjp(portable, *args)[1](cotangent)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _rows(array: jax.Array) -> jax.Array:
+    """(..., n) → (T, n)."""
+    return jnp.asarray(array).reshape(-1, array.shape[-1])
 
 
 def token_mask(x: jax.Array, mask: jax.Array | None, num_tokens: jax.Array | int | None) -> jax.Array | None:

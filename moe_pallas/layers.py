@@ -173,7 +173,8 @@ class MoE:
             b13=params.get("b13"),
             b2=params.get("b2"),
             correction_bias=params.get("correction_bias"),
-            mask=mask,
+            # A count is less work for a kernel than the mask made of it.
+            **({"mask": mask} if num_tokens is None else {"num_tokens": num_tokens}),
             backend=self.backend,
         )
         if spec.shared_intermediate_size:

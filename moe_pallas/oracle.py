@@ -1,12 +1,23 @@
-"""The oracle: which backend serves a call. Pure Python on static facts; needs no device."""
+"""The oracle: which backend serves a call. Pure Python on static facts; needs no device.
+
+Asked once for each call that is traced. What it can't know is where a traced program will run: it goes by
+JAX's default device, unless it is told (`assume_device`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 
-from moe_pallas.spec import Problem
+from moe_pallas.configs.schema import SwapABConfig, default_swap_ab
+from moe_pallas.errors import UnsupportedError
+from moe_pallas.spec import DeviceInfo, Problem
 
-BACKENDS = ("xla",)
+BACKENDS = ("swap_ab", "xla")
+
+_assumed: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("assumed_device", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,35 +27,76 @@ class Selection:
     Attributes:
       backend: Name of the backend that runs the call.
       reason: Why this one.
+      config: How its kernel cuts the problem up; None for a backend without configurations.
+      device: The device that it was chosen for.
     """
 
     backend: str
     reason: str
+    config: SwapABConfig | None = None
+    device: DeviceInfo
 
 
-def select_backend(problem: Problem, backend: str = "auto") -> Selection:
+def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInfo | None = None) -> Selection:
     """Choose the backend for a call.
 
     Args:
       problem: The call.
       backend: ``"auto"``, or the name of a backend, which is then used or refused.
+      device: Where the call runs; JAX's default device if None.
 
     Returns:
       `Selection`.
 
     Raises:
       ValueError: No backend has that name.
+      UnsupportedError: The backend that was asked for can't do this problem, or not on this device.
 
     Example:
       >>> from moe_pallas import MoESpec, Problem, select_backend
-      >>> spec = MoESpec(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96)
-      >>> select_backend(Problem(spec=spec, num_tokens=1, dtype="bfloat16")).backend
-      'xla'
+      >>> from moe_pallas.spec import H200
+      >>> spec = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+      >>> select_backend(Problem(spec=spec, num_tokens=1, dtype="bfloat16"), device=H200).backend
+      'swap_ab'
     """
     check_backend(backend)
-    if backend == "auto":
-        return Selection(backend="xla", reason="the portable backend is the only one so far")
-    return Selection(backend=backend, reason="asked for explicitly")
+    device = device or current_device()
+    if backend == "xla":
+        return Selection(backend=backend, reason="asked for explicitly", device=device)
+    config = default_swap_ab(problem)
+    if backend == "swap_ab":
+        if objection := _objection(problem, config, device):
+            raise UnsupportedError("swap_ab", objection, "backend='xla', or 'auto'.")
+        return Selection(backend=backend, reason="asked for explicitly", config=config, device=device)
+    objection = _objection(problem, config, device) or _too_many_tokens(problem)
+    if objection:
+        return Selection(backend="xla", reason=f"swap_ab: {objection}", device=device)
+    return Selection(
+        backend="swap_ab", reason="few tokens an expert on a Hopper GPU", config=config, device=device
+    )
+
+
+def _objection(problem: Problem, config: SwapABConfig, device: DeviceInfo) -> str | None:
+    """Why swap_ab can't do this here."""
+    if not device.is_hopper:
+        return (
+            "needs an NVIDIA GPU of compute capability 9.0 (Hopper); got "
+            f"{device.name or device.platform} {device.compute_capability}".rstrip()
+            + "."
+        )
+    return config.validate(problem)
+
+
+def _too_many_tokens(problem: Problem) -> str | None:
+    """Why swap_ab should not do this: an expert's weights would be read again for every 64 tokens."""
+    tokens = problem.num_tokens * problem.spec.top_k / problem.spec.num_experts
+    if tokens > _MOST_TOKENS_PER_EXPERT:
+        return f"{tokens:.0f} tokens an expert are more than {_MOST_TOKENS_PER_EXPERT}, up to which it is fastest."
+    return None
+
+
+# Provisional: against the portable backend alone. BUILD_NOTES "Measured facts".
+_MOST_TOKENS_PER_EXPERT = 64
 
 
 def check_backend(backend: str) -> None:
@@ -52,3 +104,32 @@ def check_backend(backend: str) -> None:
     if backend not in ("auto", *BACKENDS):
         names = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"There is no backend {backend!r}; there are {names}.")
+
+
+def current_device() -> DeviceInfo:
+    """Describe the device that JAX would run on now, or the one assumed by `assume_device`."""
+    if (assumed := _assumed.get()) is not None:
+        return assumed
+    import jax  # noqa: PLC0415  the oracle itself needs no JAX
+
+    default = jax.config.jax_default_device
+    device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    return DeviceInfo(
+        platform=device.platform,
+        name=device.device_kind,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        num_sms=int(getattr(device, "core_count", 0) or 0),
+    )
+
+
+@contextlib.contextmanager
+def assume_device(device: DeviceInfo) -> Iterator[None]:
+    """Choose backends for ``device`` inside: to compile for a device that this machine does not have.
+
+    Programs that JAX traced before, for the same function and shapes, keep what was chosen then.
+    """
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)

@@ -276,6 +276,31 @@ class Problem:
         check_dtype("Problem.weight_dtype", self.weight_dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """What the choice of a backend needs to know of a device.
+
+    Args:
+      platform: ``"cpu"``, ``"gpu"``, ``"tpu"``, ...
+      name: As the device calls itself, for example ``"NVIDIA H200"``.
+      compute_capability: For NVIDIA GPUs, for example ``"9.0"``.
+      num_sms: For NVIDIA GPUs, its multiprocessors.
+    """
+
+    platform: str
+    name: str = ""
+    compute_capability: str = ""
+    num_sms: int = 0
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it has Hopper's WGMMA and TMA (compute capability 9.0; later ones have others)."""
+        return self.platform == "gpu" and self.compute_capability == "9.0"
+
+
+H200 = DeviceInfo(platform="gpu", name="NVIDIA H200", compute_capability="9.0", num_sms=132)
+
+
 def check_array(name: str, value: Any) -> None:
     """Raise TypeError unless ``value`` is an array, of any library."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):

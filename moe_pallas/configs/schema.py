@@ -86,11 +86,14 @@ class SwapABConfig:
         slots = problem.num_tokens * problem.spec.top_k
         return min(8 * slots, -(-(slots + 7 * self.max_blocks(problem)) // 8) * 8)
 
+    def max_up_items(self, problem: Problem) -> int:
+        """Most items of the first GEMM."""
+        return self.max_blocks(problem) * self.up_tiles(problem.spec) * self.up_splits
+
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA: the ring, h on its way out, barriers; lists of the routing not counted."""
+        """Shared memory of a CTA: the ring, barriers; lists of the routing not counted."""
         stage = (self.BLOCK_N + self.block_m) * self.BLOCK_K * 2
-        h = 2 * self.block_m * 64 * 2
-        return self.num_stages * stage + h + 1024
+        return self.num_stages * stage + 1024
 
 
 def default_swap_ab(problem: Problem) -> SwapABConfig:

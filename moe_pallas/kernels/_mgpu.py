@@ -70,7 +70,7 @@ def _ptx(code: str, **operands: ir.Value) -> None:
     """Run PTX in every thread; ``%[name]`` stands for an operand."""
     names = list(operands)
     text = re.sub(r"%\[(\w+)\]", lambda m: f"${names.index(m.group(1))}", code)
-    kinds = {"i64": "l", "i32": "r", "f32": "f"}
+    kinds = {"i64": "l", "i32": "r", "i16": "h"}
     constraints = ",".join([*(kinds[str(v.type)] for v in operands.values()), "~{memory}"])
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"), list(operands.values()), text, constraints, has_side_effects=True
@@ -82,33 +82,23 @@ def _value(scalar: Any) -> ir.Value:
 
 
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
-    """Note the number of this launch in ``epoch_smem`` (2 words); seen after the next CTA barrier."""
+    """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def draw(ctx: Any, flags: Any, epoch: Any) -> None:
-        last_thread = 128 * 3 - 1  # of a warp that has little else to do just now
         _ptx(
             f"""{{ .reg .pred p, q; .reg .b32 t, c; .reg .b64 n;
-            mov.u32 t, %tid.x; setp.eq.u32 p, t, {last_thread};
+            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
             mov.u32 c, %ctaid.x; setp.eq.u32 q, c, 0; selp.b64 n, {_TICKETS_PER_LAUNCH - num_ctas + 1}, 1, q;
             @p atom.relaxed.gpu.global.add.u64 n, [%[flags]], n;
             shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; add.u64 n, n, 1;
-            @p st.u64 [%[epoch]], n; }}""",
+            @p st.u64 [%[epoch]], n;
+            bar.sync {_PUBLISH_BARRIER}, 128; }}""",
             flags=_address(flags),
             epoch=_address(epoch),
         )
 
     draw(flags_gmem, epoch_smem)
-
-
-def cta_barrier() -> None:
-    """Let every thread of the CTA come here, and see what the others wrote."""
-
-    @plgpu.inline_mgpu()
-    def barrier(ctx: Any) -> None:
-        _ptx("bar.sync 0;")
-
-    barrier()
 
 
 def proxy_fence() -> None:
@@ -164,53 +154,6 @@ def await_flags(
         )
 
     wait(flags_gmem, first, count, epoch_smem)
-
-
-def await_slots(
-    flags_gmem: Any,
-    rows: Any,
-    blocks: Any,
-    slot: jax.Array,
-    tile: jax.Array,
-    epoch_smem: Any,
-    *,
-    num_slots: int,
-    num_tiles: int,
-    num_splits: int,
-    flags_per_block: int,
-    first_flag: int,
-    warpgroup: int,
-) -> None:
-    """Wait for the flags of ``num_tiles`` tiles from ``tile`` on in the blocks of ``num_slots`` slots."""
-    per_slot = num_tiles * num_splits
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType())
-    )
-    def wait(ctx: Any, flags: Any, rows: Any, blocks: Any, slot: Any, tile: Any, epoch: Any) -> None:
-        _ptx(
-            f"""{{ .reg .pred p; .reg .b32 t, j, i, b; .reg .b64 a, n, m;
-            ld.u64 n, [%[epoch]]; mov.u32 t, %tid.x; and.b32 t, t, 127;
-            SLOT: setp.ge.s32 p, t, {num_slots * per_slot}; @p bra DONE;
-            div.u32 j, t, {per_slot}; mad.lo.s32 i, j, {-per_slot}, t; add.s32 j, j, %[slot];
-            mad.wide.s32 a, j, 4, %[rows]; ld.b32 b, [a]; setp.lt.s32 p, b, 0; @p bra NEXT;
-            mad.wide.s32 a, j, 4, %[blocks]; ld.b32 b, [a];
-            mad.lo.s32 i, b, {flags_per_block}, i; mad.lo.s32 i, %[tile], {num_splits}, i;
-            mad.wide.s32 a, i, 8, %[flags]; mov.u32 i, 0;
-            POLL: ld.acquire.gpu.global.u64 m, [a+{8 * (HEADER_FLAGS + first_flag)}];
-            add.u32 i, i, 1; setp.gt.u32 p, i, {_MAX_POLLS}; @p trap;
-            setp.ne.u64 p, m, n; @p bra POLL;
-            NEXT: add.u32 t, t, 128; bra SLOT;
-            DONE: bar.sync {_AWAIT_BARRIER + warpgroup}, 128; }}""",
-            flags=_address(flags),
-            rows=_address(rows),
-            blocks=_address(blocks),
-            slot=_value(slot),
-            tile=_value(tile),
-            epoch=_address(epoch),
-        )
-
-    wait(flags_gmem, rows, blocks, slot, tile, epoch_smem)
 
 
 def gather_rows(
@@ -304,53 +247,51 @@ def await_gather(pending: int, *, interpret: bool) -> None:
 
 
 def store_columns(
-    ref: Any,
-    value: jax.Array,
-    split: jax.Array,
-    row: jax.Array,
-    col: jax.Array,
-    size: jax.Array,
-    *,
-    interpret: bool,
+    ref: Any, value: jax.Array, row: jax.Array, col: jax.Array, size: jax.Array, *, interpret: bool
 ) -> None:
-    """``ref[split, row + j, col + i] = value[i, j]`` for the first ``size`` columns j of a (64, n) accumulator."""
+    """``ref[row + j, col + i] = value[i, j]`` for the first ``size`` columns j of a (64, n) accumulator."""
     if interpret:
         n = value.shape[1]
         keep = lax.broadcasted_iota(jnp.int32, (n, 64), 0) < size
-        at = (split, pl.ds(row, n), pl.ds(col, 64))
+        at = (pl.ds(row, n), pl.ds(col, 64))
         ref[at] = jnp.where(keep, value.T, ref[at])
         return
-    row_length = ref.shape[2]
+    row_length = ref.shape[1]
+    itemsize = jnp.dtype(value.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
     def store(ctx: Any, ref: Any, value: Any, row: Any, col: Any, size: Any) -> None:
-        # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, …): for each
-        # column, 8 lanes write 32 bytes in a row.
-        i32 = ir.IntegerType.get_signless(32)
-        registers = [
-            llvm.extractelement(register, mgpu.utils.c(half, i32))
-            for register in value.registers.flat
-            for half in range(2)
-        ]
-        stores = []
+        # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, ...): for each
+        # column, 8 lanes write 8 neighbours.
+        registers, stores = {}, []
+        for index, register in enumerate(value.registers.flat):
+            registers |= {f"v{index}_{half}": bits for half, bits in enumerate(_halves(register, itemsize))}
         for j in range(value.shape[1] // 8):
             for half in range(2):
                 stores.append(f"add.s32 t, c, {8 * j + half}; setp.lt.s32 p, t, %[size];")
-                offset = 4 * (8 * j + half) * row_length
                 for i in range(2):
-                    stores.append(f"@p st.global.f32 [a+{offset + 32 * i}], %[v{4 * j + 2 * i + half}];")
+                    offset = itemsize * ((8 * j + half) * row_length + 8 * i)
+                    bits = f"%[v{2 * j + i}_{half}]"
+                    stores.append(f"@p st.global.b{8 * itemsize} [a+{offset}], {bits};")
         _ptx(
             f"""{{ .reg .pred p; .reg .b32 t, l, c; .reg .b64 a;
             mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 c, l, 3; shl.b32 c, c, 1;
-            add.s32 l, %[row], c; mul.wide.s32 a, l, {4 * row_length}; add.s64 a, a, %[ref];
-            shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4; add.s32 t, t, %[col];
-            mov.u32 l, %tid.x; shr.u32 l, l, 2; and.b32 l, l, 7; add.s32 t, t, l; mad.wide.s32 a, t, 4, a;
+            add.s32 t, %[row], c; mul.wide.s32 a, t, {itemsize * row_length}; add.s64 a, a, %[ref];
+            shr.u32 l, l, 2; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4;
+            add.s32 t, t, l; add.s32 t, t, %[col]; mad.wide.s32 a, t, {itemsize}, a;
             {" ".join(stores)} }}""",
             ref=_address(ref),
             row=_value(row),
             col=_value(col),
             size=_value(size),
-            **{f"v{i}": register for i, register in enumerate(registers)},
+            **registers,
         )
 
-    store(ref, value, split * ref.shape[1] + row, col, size)
+    store(ref, value, row, col, size)
+
+
+def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:
+    """Both elements of a register of two, as integers."""
+    i32 = ir.IntegerType.get_signless(32)
+    bits = ir.IntegerType.get_signless(8 * itemsize)
+    return [llvm.bitcast(bits, llvm.extractelement(pair, mgpu.utils.c(half, i32))) for half in range(2)]

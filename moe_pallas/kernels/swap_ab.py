@@ -1,11 +1,48 @@
 """Swap-AB: a whole MoE layer for few tokens in one launch, weights on the 64-row side of WGMMA.
 
-TODO docstring
+    h[r]  = activation(w13[e] @ x[token of r] (+ b13[e]))     for each row r of expert e, in x's dtype
+    s[r]  = w2[e] @ h[r] (+ b2[e])                            float32
+    y[t]  = sum over slots j of weight[t, j] * s[row of (t, j)]   float32, in slot order, rounded once
+
+WGMMA multiplies 64 rows of its left operand at least. Decode has few tokens and many weights, so the weights
+are the left operand and up to 64 tokens of one expert (a block, `moe_pallas.plan.BlockPlan`) the right one:
+8, 16, 32 or 64 columns, as many as the block needs, and no row is multiplied in vain.
+
+The grid has a CTA for each SM. Work is cut into items: tiles of 128 weight rows (64 gate and 64 up) of one
+block in the first GEMM, 128 rows of w2 in the second, each over the whole contraction or a fixed part of it.
+CTA c takes items c, c + num_ctas, ... of the first GEMM and goes on with the second. Inside a CTA three
+warpgroups work on their own:
+
+    weights   | w13 tiles by TMA ........................ | w2 tiles by TMA, before h is there ...... |
+    tokens    | x rows by cp.async ...................... | wait for h | h rows by TMA .............. |
+    consumer  | ... | WGMMA | activation, h, flag | WGMMA ... | ... | WGMMA | s ... | flag | combine |
+
+`num_stages` tiles of weights (128 x 128) and tokens (block_m x 128) are on their way in one ring that runs on
+across items and GEMMs. Barriers in shared memory:
+
+    name      arrivals   who arrives                         who waits
+    w_full    2          TMA, each half of a weight tile     consumer
+    x_full    1          tokens (cp.async) or TMA (h)        consumer
+    empty     1          consumer, one step late             weights and tokens
+    drawn     1          consumer, launch number is known    tokens
+
+Between CTAs there are flags in global memory (`moe_pallas.kernels._mgpu`): one for each item of the first
+GEMM and one for each CTA. An item waits only for items with lower numbers, and every CTA works through its
+items in order, so nobody waits in a circle as long as all CTAs are resident: the grid is no larger than the
+number of SMs, and a CTA fits on an SM. A wait that takes seconds is a fault and ends the kernel with an error.
+
+Every number is computed by the same instructions in the same order whatever else is in the batch: results are
+bitwise repeatable and, for one configuration, independent of the other tokens.
+
+Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
+multiples of 64, from 128 on. The last tile of 64 or 128 rows is moved back to end with the matrix, the
+hardware fills the contraction's last tile with zeros.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,484 +53,524 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.activations import activate_branches
 from moe_pallas.configs.schema import SwapABConfig
-from moe_pallas.kernels import _mgpu
+from moe_pallas.kernels import _mgpu, _routing
 from moe_pallas.plan import BlockPlan, make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
 _CONSUMER, _WEIGHTS, _TOKENS = range(3)  # warpgroups
-_HALF = 64  # rows of one WGMMA
+_HALF = 64  # weight rows of one WGMMA
 
-
-class _Shape(NamedTuple):
-    """The work of a launch, as far as it is static."""
-
-    up_tiles: int
-    up_width: int
-    up_steps: int  # of a whole tile; a split has `up_part`
-    up_part: int
-    down_tiles: int
-    down_steps: int
-    down_part: int
-
-
-def _shape(spec: MoESpec, config: SwapABConfig) -> _Shape:
-    up, down = config.up_steps(spec), config.down_steps(spec)
-    return _Shape(
-        up_tiles=config.up_tiles(spec),
-        up_width=config.up_width(spec),
-        up_steps=up,
-        up_part=-(-up // config.up_splits),
-        down_tiles=config.down_tiles(spec),
-        down_steps=down,
-        down_part=-(-down // config.down_splits),
-    )
+# Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
+_CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 72
 
 
 class _Operands(NamedTuple):
-    """Everything a launch reads."""
+    """What a launch reads. Of ``plan``, ``ids`` and ``logits`` one says where tokens go."""
 
-    x: Any
-    w13: Any
-    w2: Any
-    b13: Any
-    b2: Any
-    plan: BlockPlan
-    flags: Any
+    x: Any  # (T, D)
+    w13: Any  # (E, 2, F, D), (E, F, 2, D) or (E, F, D)
+    w2: Any  # (E, D, F)
+    b13: Any = None  # as w13 without D
+    b2: Any = None  # (E, D)
+    flags: Any = None
+    plan: BlockPlan | None = None
+    ids: Any = None  # (T, top_k) int32
+    weights: Any = None  # (T, top_k) float32
+    logits: Any = None  # (T, E)
+    correction_bias: Any = None  # (E,)
+    real: Any = None  # (1,) or (T,) int32
 
 
 class _Buffers(NamedTuple):
-    """What passes from one phase to the next, in global memory."""
+    """What one phase leaves to the next in global memory."""
 
-    h: Any  # (rows, F)
-    slots: Any  # (down_splits, rows, D) float32
-    parts: Any  # (items of the first GEMM, 2, 64, block_m) float32, of its splits but the last
+    h: Any = None  # (rows, F)
+    slots: Any = None  # (down_splits * rows, D) float32
+    parts: Any = None  # (items of the first GEMM, 2, 64, block_m) float32, of all its splits but the last
 
 
 class _Scratch(NamedTuple):
+    """Shared memory."""
+
     w: Any
     x: Any
-    h: Any
     epoch: Any
     w_full: Any
     x_full: Any
     empty: Any
+    drawn: Any
+    lists: Any = None
+    routing: Any = None
 
 
-def _div_up(a: jax.Array, b: int) -> jax.Array:
-    return lax.div(a + (b - 1), jnp.int32(b))
+class _Item(NamedTuple):
+    """A tile of weight rows times a block of tokens, over part of the contraction."""
+
+    number: jax.Array
+    block: jax.Array
+    tile: jax.Array
+    split: jax.Array
+    first_step: jax.Array
+    num_steps: jax.Array
 
 
-def _kernel(
-    *refs: Any,
-    spec: MoESpec,
-    config: SwapABConfig,
-    num_tokens: int,
-    num_ctas: int,
-    phases: frozenset[str],
-    unflatten: Any,
-    interpret: bool,
-) -> None:
-    operands, y_gmem, buffers, scratch = unflatten(refs)
-    plan = operands.plan
-    shape = _shape(spec, config)
-    stages, block_m = config.num_stages, config.block_m
-    fused = len(phases) > 1
-    dtype = operands.x.dtype
-    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("wg")
-    if fused:
-        _mgpu.draw_ticket(operands.flags, scratch.epoch, num_ctas)
-        _mgpu.cta_barrier()
-    num_blocks = plan.num_blocks[0]
+class _Launch:
+    """What the roles of a CTA share: statics, references, and which items are this CTA's."""
 
-    # Items are numbered through: tiles of the first GEMM, then of the second. CTA c takes c, c + num_ctas, …
-    # and waits only for items with lower numbers.
-    ups = num_blocks * (shape.up_tiles * config.up_splits) if "up" in phases else jnp.int32(0)
-    downs = num_blocks * (shape.down_tiles * config.down_splits) if "down" in phases else jnp.int32(0)
-    my_ups = lax.div(jnp.maximum(ups - cta + num_ctas - 1, 0), jnp.int32(num_ctas))
-    first_down = cta + my_ups * num_ctas - ups
-    my_downs = lax.div(jnp.maximum(downs - first_down + num_ctas - 1, 0), jnp.int32(num_ctas))
+    def __init__(
+        self,
+        operands: _Operands,
+        y: Any,
+        buffers: _Buffers,
+        scratch: _Scratch,
+        *,
+        spec: MoESpec,
+        config: SwapABConfig,
+        num_tokens: int,
+        num_ctas: int,
+        phases: frozenset[str],
+        interpret: bool,
+    ):
+        self.operands, self.y, self.buffers, self.scratch = operands, y, buffers, scratch
+        self.spec, self.config, self.num_tokens, self.num_ctas = spec, config, num_tokens, num_ctas
+        self.phases, self.interpret = phases, interpret
+        self.is_fused = len(phases) > 1
+        self.cta = lax.axis_index("cta")
+        self.up_tiles, self.up_width, self.up_steps = (
+            config.up_tiles(spec),
+            config.up_width(spec),
+            config.up_steps(spec),
+        )
+        self.down_tiles, self.down_steps = config.down_tiles(spec), config.down_steps(spec)
+        self.up_part = -(-self.up_steps // config.up_splits)
+        self.down_part = -(-self.down_steps // config.down_splits)
+        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
+        self.max_rows = config.max_rows(problem)
+        self.flag_of_cta = config.max_up_items(problem)  # after those of the first GEMM's items
+        self.plan: Any = self._route()
+        self._deal()
 
-    def up_item(i: jax.Array) -> tuple[jax.Array, ...]:
-        """block, tile, first step, steps, split, item"""
-        item = cta + i * num_ctas
-        tile, split = _divmod(item, config.up_splits)
-        block, tile = _divmod(tile, shape.up_tiles)
-        step = split * shape.up_part
-        return block, tile, step, jnp.minimum(shape.up_part, shape.up_steps - step), split, item
+    def _route(self) -> Any:
+        """Find out where tokens go: given as a plan, or written to shared memory by this CTA."""
+        operands, lists = self.operands, self.scratch.lists
+        statics = {"spec": self.spec, "num_tokens": self.num_tokens, "block_m": self.config.block_m}
+        if operands.plan is not None:
+            return operands.plan
+        if operands.logits is not None:
+            _routing.route_logits(
+                operands.logits,
+                operands.correction_bias,
+                operands.real,
+                lists,
+                self.scratch.routing,
+                **statics,
+            )
+        else:
+            _routing.route_ids(operands.ids, operands.weights, lists, self.scratch.routing, **statics)
+        return lists
 
-    def down_item(i: jax.Array) -> tuple[jax.Array, ...]:
-        item = first_down + i * num_ctas
-        tile, split = _divmod(item, config.down_splits)
-        block, tile = _divmod(tile, shape.down_tiles)
-        step = split * shape.down_part
-        return block, tile, step, jnp.minimum(shape.down_part, shape.down_steps - step), split, item
+    def _deal(self) -> None:
+        """Deal out the items. Who has an item less of the first GEMM gets more of the second."""
+        num_ctas, config = self.num_ctas, self.config
+        blocks = self.plan.num_blocks[0]
+        ups = blocks * (self.up_tiles * config.up_splits) if "up" in self.phases else jnp.int32(0)
+        downs = blocks * (self.down_tiles * config.down_splits) if "down" in self.phases else jnp.int32(0)
+        rounds, over = _divmod(ups, num_ctas)
+        self.ups, self.rounds = ups, rounds
+        self.my_ups = rounds + jnp.where(self.cta < over, 1, 0)
+        # CTAs from `over` on come first in the second GEMM. While the others are at their last item of the
+        # first, they get `ahead` items each, of blocks that the full rounds have finished.
+        self.early = num_ctas - over
+        finished = lax.div(rounds * num_ctas, jnp.int32(self.up_tiles * config.up_splits))
+        ready = finished * (self.down_tiles * config.down_splits)
+        self.ahead = jnp.where(
+            over > 0, jnp.minimum(self.up_part // self.down_part, lax.div(ready, self.early)), 0
+        )
+        place = self.cta - over
+        self.place = jnp.where(place < 0, place + num_ctas, place)
+        dealt = self.ahead * self.early
+        self.my_ahead = jnp.where(self.place < self.early, self.ahead, 0)
+        self.first_down = dealt + self.place
+        self.my_downs = self.my_ahead + lax.div(
+            jnp.maximum(downs - self.first_down + num_ctas - 1, 0), jnp.int32(num_ctas)
+        )
 
-    # Flags: parts of the first GEMM and h (one an item), then the second GEMM's items.
-    max_ups = buffers_items(config, spec, num_tokens)
-    flag_of_down = max_ups
+    def up(self, i: jax.Array) -> _Item:
+        """This CTA's i-th item of the first GEMM."""
+        number = self.cta + i * self.num_ctas
+        return self._item(number, self.config.up_splits, self.up_tiles, self.up_part, self.up_steps)
 
-    def loop(phase: str, count: jax.Array, body: Any, step: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, count, body, step) if phase in phases else step
+    def down(self, i: jax.Array) -> _Item:
+        """This CTA's i-th item of the second GEMM."""
+        ahead = self.place + i * self.early
+        number = jnp.where(i < self.my_ahead, ahead, self.first_down + (i - self.my_ahead) * self.num_ctas)
+        return self._item(number, self.config.down_splits, self.down_tiles, self.down_part, self.down_steps)
 
-    def wait_empty(step: jax.Array) -> jax.Array:
-        stage = lax.rem(step, jnp.int32(stages))
+    def _item(self, number: jax.Array, splits: int, tiles: int, part: int, steps: int) -> _Item:
+        rest, split = _divmod(number, splits)
+        block, tile = _divmod(rest, tiles)
+        first = split * part
+        return _Item(number, block, tile, split, first, jnp.minimum(part, steps - first))
 
-        @pl.when(step >= stages)
+    def up_row(self, tile: jax.Array) -> jax.Array:
+        """First column of h that a tile makes; the last tile is moved back to end with the matrix."""
+        return jnp.minimum(tile * self.up_width, self.spec.intermediate_size - self.up_width)
+
+    def down_row(self, tile: jax.Array) -> jax.Array:
+        """First column of y that a tile makes."""
+        return jnp.minimum(tile * self.config.BLOCK_N, self.spec.hidden_size - self.config.BLOCK_N)
+
+    def up_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Where the two halves of a tile's weight rows stand in w13 and b13: gate and up, or one branch."""
+        row = self.up_row(tile)
+        rows = pl.ds(row, _HALF)
+        if not self.spec.gated:
+            return (expert, rows), (expert, pl.ds(row + _HALF, _HALF))
+        if self.spec.gate_up is GateUp.STACKED:
+            return (expert, 0, rows), (expert, 1, rows)
+        return (expert, rows, 0), (expert, rows, 1)
+
+    def down_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The same in w2 and b2."""
+        row = self.down_row(tile)
+        return (expert, pl.ds(row, _HALF)), (expert, pl.ds(row + _HALF, _HALF))
+
+    def by_width(self, block: jax.Array, run: Callable[[int], None]) -> None:
+        """``run(width)`` for the least of 8, 16, ... block_m columns that hold the block's tokens."""
+        if self.config.block_m == 8:
+            run(8)
+            return
+        size = self.plan.block_size[block]
+        width = 8
+        while width <= self.config.block_m:
+            least = 0 if width == 8 else width // 2
+            pl.when(jnp.logical_and(size > least, size <= width))(functools.partial(run, width))
+            width *= 2
+
+    def walk(self, phase: str, body: Callable[[jax.Array, jax.Array], jax.Array], step: Any) -> Any:
+        """``step = body(i, step)`` for each item i of this CTA in a phase, if this launch has the phase."""
+        count = {"up": self.my_ups, "down": self.my_downs}[phase]
+        return lax.fori_loop(0, count, body, step) if phase in self.phases else step
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Place in the ring."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+    def await_empty(self, step: jax.Array) -> jax.Array:
+        """Wait until the stage of a step is free; return the stage."""
+        stage = self.stage(step)
+
+        @pl.when(step >= self.config.num_stages)
         def _() -> None:
-            plgpu.barrier_wait(scratch.empty.at[stage])  # the tile before it is multiplied
+            plgpu.barrier_wait(self.scratch.empty.at[stage])  # what it held is multiplied
 
         return stage
 
-    def drain(total: jax.Array) -> None:
-        # Barriers may go only when each of their completions was waited for.
-        tail = jnp.minimum(total, stages)
-
-        @pl.loop(0, tail)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(total - tail + i, jnp.int32(stages))])
-
-    @pl.when(warpgroup == _WEIGHTS)
-    def _() -> None:
-        plgpu.set_max_registers(40, action="decrease")
-
-        def load(step: jax.Array, source: Any, rows: tuple[Any, Any], k: jax.Array) -> None:
-            stage = wait_empty(step)
-            for half, row in enumerate(rows):
-                plgpu.copy_gmem_to_smem(
-                    source.at[(*row, pl.ds(k * config.BLOCK_K, config.BLOCK_K))],
-                    scratch.w.at[stage, pl.ds(half * _HALF, _HALF)],
-                    scratch.w_full.at[stage],
-                )
-
-        def ups_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, tile, first, steps, _, _ = up_item(i)
-            expert = plan.block_expert[block]
-            row = jnp.minimum(tile * shape.up_width, spec.intermediate_size - shape.up_width)
-            rows: tuple[Any, Any]
-            if not spec.gated:
-                rows = ((expert, pl.ds(row, _HALF)), (expert, pl.ds(row + _HALF, _HALF)))
-            elif spec.gate_up is GateUp.STACKED:
-                rows = ((expert, 0, pl.ds(row, _HALF)), (expert, 1, pl.ds(row, _HALF)))
-            else:
-                rows = ((expert, pl.ds(row, _HALF), 0), (expert, pl.ds(row, _HALF), 1))
-
-            def k_loop(k: jax.Array, step: jax.Array) -> jax.Array:
-                load(step, operands.w13, rows, first + k)
-                return step + 1
-
-            return lax.fori_loop(0, steps, k_loop, step)
-
-        def downs_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, tile, first, steps, _, _ = down_item(i)
-            expert = plan.block_expert[block]
-            row = jnp.minimum(tile * config.BLOCK_N, spec.hidden_size - config.BLOCK_N)
-            rows = ((expert, pl.ds(row, _HALF)), (expert, pl.ds(row + _HALF, _HALF)))
-
-            def k_loop(k: jax.Array, step: jax.Array) -> jax.Array:
-                load(step, operands.w2, rows, first + k)
-                return step + 1
-
-            return lax.fori_loop(0, steps, k_loop, step)
-
-        step = loop("up", my_ups, ups_loop, jnp.int32(0))
-        drain(loop("down", my_downs, downs_loop, step))
-
-    @pl.when(warpgroup == _TOKENS)
-    def _() -> None:
-        plgpu.set_max_registers(56, action="decrease")
-        lag = min(3, stages - 2)  # gathers on their way; the consumer frees a stage one step late
-
-        def ups_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, _, first, steps, _, _ = up_item(i)
-            start, size = plan.block_first[block], plan.block_size[block]
-
-            def k_loop(k: jax.Array, step: jax.Array) -> jax.Array:
-                stage = wait_empty(step)
-                _mgpu.gather_rows(
-                    operands.x, plan.token_of, scratch.x, start, size, first + k, stage, interpret=interpret
-                )
-
-                @pl.when(step >= lag)
-                def _() -> None:
-                    _mgpu.await_gather(lag, interpret=interpret)
-                    plgpu.barrier_arrive(scratch.x_full.at[lax.rem(step - lag, jnp.int32(stages))])
-
-                return step + 1
-
-            return lax.fori_loop(0, steps, k_loop, step)
-
-        step = loop("up", my_ups, ups_loop, jnp.int32(0))
-        _mgpu.await_gather(0, interpret=interpret)
-        late = jnp.minimum(step, lag)
+    def drain(self, steps: jax.Array) -> None:
+        """Wait for what `await_empty` did not: a barrier may go when all its completions were seen."""
+        late = jnp.minimum(steps, self.config.num_stages)
 
         @pl.loop(0, late)
         def _(i: jax.Array) -> None:
-            plgpu.barrier_arrive(scratch.x_full.at[lax.rem(step - late + i, jnp.int32(stages))])
+            plgpu.barrier_wait(self.scratch.empty.at[self.stage(steps - late + i)])
 
-        def downs_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, _, first, steps, _, _ = down_item(i)
-            row, size = plan.block_row[block], plan.block_size[block]
-            if fused:
-                # Columns 128 * first … of h are made by these tiles of the first GEMM; the last split of
-                # each holds the flag.
-                per_step = config.BLOCK_K // shape.up_width
-                tile = first * per_step
-                tiles = jnp.minimum(steps * per_step, shape.up_tiles - tile)
-                flag = (block * shape.up_tiles + tile) * config.up_splits
-                _mgpu.await_flags(
-                    operands.flags, flag, tiles * config.up_splits, scratch.epoch, warpgroup=_TOKENS
+
+def _load_weights(launch: _Launch) -> None:
+    operands, scratch, block_k = launch.operands, launch.scratch, launch.config.BLOCK_K
+
+    def load(source: Any, halves: tuple[Any, Any], item: _Item, step: jax.Array) -> jax.Array:
+        def copy(k: jax.Array, step: jax.Array) -> jax.Array:
+            stage = launch.await_empty(step)
+            columns = pl.ds((item.first_step + k) * block_k, block_k)
+            for i, rows in enumerate(halves):
+                plgpu.copy_gmem_to_smem(
+                    source.at[(*rows, columns)],
+                    scratch.w.at[stage, pl.ds(i * _HALF, _HALF)],
+                    scratch.w_full.at[stage],
                 )
-                _mgpu.proxy_fence()  # h was seen by ordinary loads, TMA reads it
+            return step + 1
 
-            def k_loop(k: jax.Array, step: jax.Array) -> jax.Array:
-                stage = wait_empty(step)
-                cols = pl.ds((first + k) * config.BLOCK_K, config.BLOCK_K)
+        return lax.fori_loop(0, item.num_steps, copy, step)
 
-                def copy(width: int) -> None:
-                    plgpu.copy_gmem_to_smem(
-                        buffers.h.at[pl.ds(pl.multiple_of(row, 8), width), cols],
-                        scratch.x.at[stage, pl.ds(0, width)],
-                        scratch.x_full.at[stage],
-                    )
+    def up(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.up(i)
+        expert = launch.plan.block_expert[item.block]
+        return load(operands.w13, launch.up_halves(expert, item.tile), item, step)
 
-                _by_width(size, block_m, copy)
-                return step + 1
+    def down(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.down(i)
+        expert = launch.plan.block_expert[item.block]
+        return load(operands.w2, launch.down_halves(expert, item.tile), item, step)
 
-            return lax.fori_loop(0, steps, k_loop, step)
+    launch.drain(launch.walk("down", down, launch.walk("up", up, jnp.int32(0))))
 
-        drain(loop("down", my_downs, downs_loop, step))
 
-    @pl.when(warpgroup == _CONSUMER)
-    def _() -> None:
-        plgpu.set_max_registers(216, action="increase")
+def _load_tokens(launch: _Launch) -> None:
+    operands, scratch, plan, config = launch.operands, launch.scratch, launch.plan, launch.config
+    lag = min(3, config.num_stages - 2)  # gathers on their way; the consumer frees a stage one step late
 
-        def multiply(step: jax.Array, steps: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-            """Both halves of a tile, (64, width) float32 each."""
+    def up(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.up(i)
+        first, size = plan.block_first[item.block], plan.block_size[item.block]
 
-            def accumulate(acc0: Any, acc1: Any) -> tuple[jax.Array, jax.Array]:
-                def k_loop(k: jax.Array, _: None) -> None:
-                    stage = lax.rem(step + k, jnp.int32(stages))
-                    plgpu.barrier_wait(scratch.w_full.at[stage])
-                    plgpu.barrier_wait(scratch.x_full.at[stage])
-                    tokens = scratch.x.at[stage, pl.ds(0, width)].transpose((1, 0))
-                    plgpu.wgmma(acc0, scratch.w.at[stage, pl.ds(0, _HALF)], tokens)
-                    plgpu.wgmma(acc1, scratch.w.at[stage, pl.ds(_HALF, _HALF)], tokens)
-                    plgpu.wgmma_wait(2)  # those of the stage before are done
-
-                    @pl.when(k > 0)
-                    def _() -> None:
-                        plgpu.barrier_arrive(
-                            scratch.empty.at[lax.rem(step + k + stages - 1, jnp.int32(stages))]
-                        )
-
-                lax.fori_loop(0, steps, k_loop, None)
-                values = acc0[...], acc1[...]
-                plgpu.barrier_arrive(scratch.empty.at[lax.rem(step + steps - 1, jnp.int32(stages))])
-                return values
-
-            return pl.run_scoped(
-                accumulate, plgpu.ACC((_HALF, width), jnp.float32), plgpu.ACC((_HALF, width), jnp.float32)
+        def gather(k: jax.Array, step: jax.Array) -> jax.Array:
+            stage = launch.await_empty(step)
+            _mgpu.gather_rows(
+                operands.x,
+                plan.token_of,
+                scratch.x,
+                first,
+                size,
+                item.first_step + k,
+                stage,
+                interpret=launch.interpret,
             )
 
-        def bias(ref: Any, at: tuple[Any, ...], width: int) -> jax.Array:
-            rows = plgpu.load(ref.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return lax.broadcast_in_dim(rows.astype(jnp.float32), (_HALF, width), (0,))
+            @pl.when(step >= lag)
+            def _() -> None:
+                _mgpu.await_gather(lag, interpret=launch.interpret)
+                plgpu.barrier_arrive(scratch.x_full.at[launch.stage(step - lag)])
 
-        def finish_up(block: jax.Array, tile: jax.Array, halves: Any, width: int) -> None:
-            """Activate and send to h."""
-            expert, row = plan.block_expert[block], plan.block_row[block]
-            col = jnp.minimum(tile * shape.up_width, spec.intermediate_size - shape.up_width)
-            if spec.weight_on is WeightOn.INPUT:
-                weights = plgpu.load(
-                    plan.weight_of_row.at[pl.ds(pl.multiple_of(row, 8), width)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
+            return step + 1
+
+        return lax.fori_loop(0, item.num_steps, gather, step)
+
+    step = launch.walk("up", up, jnp.int32(0))
+    _mgpu.await_gather(0, interpret=launch.interpret)
+    late = jnp.minimum(step, lag)
+
+    @pl.loop(0, late)
+    def _(i: jax.Array) -> None:
+        plgpu.barrier_arrive(scratch.x_full.at[launch.stage(step - late + i)])
+
+    if launch.is_fused:
+        plgpu.barrier_wait(scratch.drawn)  # the launch's number is in shared memory
+
+    def down(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.down(i)
+        row = plan.block_row[item.block]
+        if launch.is_fused:
+            per_step = config.BLOCK_K // launch.up_width
+            tile = item.first_step * per_step
+            tiles = jnp.minimum(item.num_steps * per_step, launch.up_tiles - tile)
+            _mgpu.await_flags(
+                operands.flags,
+                (item.block * launch.up_tiles + tile) * config.up_splits,
+                tiles * config.up_splits,
+                scratch.epoch,
+                warpgroup=_TOKENS,
+            )
+            _mgpu.proxy_fence()  # h was written by ordinary stores, TMA reads it
+
+        def copy(k: jax.Array, step: jax.Array) -> jax.Array:
+            stage = launch.await_empty(step)
+            columns = pl.ds((item.first_step + k) * config.BLOCK_K, config.BLOCK_K)
+
+            def copy_rows(width: int) -> None:
+                plgpu.copy_gmem_to_smem(
+                    launch.buffers.h.at[pl.ds(pl.multiple_of(row, 8), width), columns],
+                    scratch.x.at[stage, pl.ds(0, width)],
+                    scratch.x_full.at[stage],
+                )
+
+            launch.by_width(item.block, copy_rows)
+            return step + 1
+
+        return lax.fori_loop(0, item.num_steps, copy, step)
+
+    launch.drain(launch.walk("down", down, step))
+
+
+def _multiply(launch: _Launch, step: jax.Array, num_steps: jax.Array, width: int) -> tuple[jax.Array, ...]:
+    """Both halves of a tile times ``width`` tokens: (64, width) float32 each."""
+    scratch = launch.scratch
+
+    def accumulate(*halves: Any) -> tuple[jax.Array, ...]:
+        def multiply(k: jax.Array, _: None) -> None:
+            stage = launch.stage(step + k)
+            plgpu.barrier_wait(scratch.w_full.at[stage])
+            plgpu.barrier_wait(scratch.x_full.at[stage])
+            tokens = scratch.x.at[stage, pl.ds(0, width)].transpose((1, 0))
+            for i, half in enumerate(halves):
+                plgpu.wgmma(half, scratch.w.at[stage, pl.ds(i * _HALF, _HALF)], tokens)
+            plgpu.wgmma_wait(2)  # those of the stage before are done
+
+            @pl.when(k > 0)
+            def _() -> None:
+                plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + k + launch.config.num_stages - 1)])
+
+        lax.fori_loop(0, num_steps, multiply, None)
+        values = tuple(half[...] for half in halves)
+        plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + num_steps - 1)])
+        return values
+
+    return pl.run_scoped(accumulate, *[plgpu.ACC((_HALF, width), jnp.float32)] * 2)
+
+
+def _bias(ref: Any, rows: tuple[Any, ...], width: int) -> jax.Array:
+    """64 biases, one for each weight row, beside ``width`` tokens."""
+    values = plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(values.astype(jnp.float32), (_HALF, width), (0,))
+
+
+def _compute(launch: _Launch) -> None:
+    operands, scratch, buffers, plan = launch.operands, launch.scratch, launch.buffers, launch.plan
+    spec, config = launch.spec, launch.config
+
+    def add_parts(item: _Item, halves: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
+        """The other splits' results before this one's, in their order."""
+        others = config.up_splits - 1
+        first = item.number - others
+        if launch.is_fused:
+            _mgpu.await_flags(operands.flags, first, jnp.int32(others), scratch.epoch, warpgroup=_CONSUMER)
+        return tuple(
+            functools.reduce(
+                jnp.add,
+                [
+                    plgpu.load(
+                        buffers.parts.at[first + s, i, :, pl.ds(0, width)],
+                        layout=plgpu.Layout.WGMMA,
+                        optimized=False,
+                    )
+                    for s in range(others)
+                ]
+                + [half],
+            )
+            for i, half in enumerate(halves)
+        )
+
+    def finish_up(item: _Item, halves: tuple[jax.Array, ...], width: int) -> None:
+        expert, row = plan.block_expert[item.block], plan.block_row[item.block]
+        if spec.weight_on is WeightOn.INPUT:
+            weights = plgpu.load(
+                plan.weight_of_row.at[pl.ds(pl.multiple_of(row, 8), width)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            halves = tuple(half * lax.broadcast_in_dim(weights, half.shape, (1,)) for half in halves)
+        if spec.expert_bias:
+            places = launch.up_halves(expert, item.tile)
+            halves = tuple(
+                half + _bias(operands.b13, rows, width) for half, rows in zip(halves, places, strict=True)
+            )
+        if spec.gated:
+            results = [activate_branches(*halves, spec)]
+        else:
+            results = [activate_branches(half, None, spec) for half in halves]
+        for i, h in enumerate(results):
+            _mgpu.store_columns(
+                buffers.h,
+                h.astype(operands.x.dtype),
+                row,
+                launch.up_row(item.tile) + i * _HALF,
+                plan.block_size[item.block],
+                interpret=launch.interpret,
+            )
+
+    def up(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.up(i)
+
+        def run(width: int) -> None:
+            halves = _multiply(launch, step, item.num_steps, width)
+            if config.up_splits == 1:
+                finish_up(item, halves, width)
+                return
+
+            @pl.when(item.split < config.up_splits - 1)
+            def _() -> None:
+                for i, half in enumerate(halves):
+                    buffers.parts[item.number, i, :, pl.ds(0, width)] = half
+
+            @pl.when(item.split == config.up_splits - 1)
+            def _() -> None:
+                finish_up(item, add_parts(item, halves, width), width)
+
+        launch.by_width(item.block, run)
+        if launch.is_fused:
+            _mgpu.raise_flag(operands.flags, item.number, scratch.epoch)
+        return step + item.num_steps
+
+    def down(i: jax.Array, step: jax.Array) -> jax.Array:
+        item = launch.down(i)
+
+        def run(width: int) -> None:
+            halves = _multiply(launch, step, item.num_steps, width)
+            places = launch.down_halves(plan.block_expert[item.block], item.tile)
+            for i, (half, rows) in enumerate(zip(halves, places, strict=True)):
+                if spec.expert_bias:
+                    half = half + _keep_if(item.split == 0, _bias(operands.b2, rows, width))
+                _mgpu.store_columns(
+                    buffers.slots,
+                    half,
+                    item.split * launch.max_rows + plan.block_row[item.block],
+                    launch.down_row(item.tile) + i * _HALF,
+                    plan.block_size[item.block],
+                    interpret=launch.interpret,
+                )
+
+        launch.by_width(item.block, run)
+        return step + item.num_steps
+
+    launch.walk("down", down, launch.walk("up", up, jnp.int32(0)))
+
+
+def _combine(launch: _Launch) -> None:
+    """Add up the slots of each token; pieces of rows go round the CTAs."""
+    spec, plan, slots = launch.spec, launch.plan, launch.buffers.slots
+    width = _piece_width(spec.hidden_size, launch.num_tokens, launch.num_ctas)
+    per_token = -(-spec.hidden_size // width)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(4, width // 128))
+    pieces = launch.num_tokens * per_token
+
+    def value(slot: jax.Array, column: jax.Array) -> jax.Array:
+        row = plan.row_of_slot[slot]
+        total = functools.reduce(
+            jnp.add,
+            [
+                plgpu.load(
+                    slots.at[s * launch.max_rows + jnp.maximum(row, 0), pl.ds(column, width)],
+                    layout=layout,
                     optimized=False,
                 )
-                weights = lax.broadcast_in_dim(weights, (_HALF, width), (1,))
-                halves = tuple(v * weights for v in halves)
-            if spec.expert_bias:
-                if not spec.gated:
-                    at = [(expert, pl.ds(col, _HALF)), (expert, pl.ds(col + _HALF, _HALF))]
-                elif spec.gate_up is GateUp.STACKED:
-                    at = [(expert, 0, pl.ds(col, _HALF)), (expert, 1, pl.ds(col, _HALF))]
-                else:
-                    at = [(expert, pl.ds(col, _HALF), 0), (expert, pl.ds(col, _HALF), 1)]
-                halves = tuple(v + bias(operands.b13, a, width) for v, a in zip(halves, at, strict=True))
-            if spec.gated:
-                results = [activate_branches(*halves, spec)]
-            else:
-                results = [activate_branches(v, None, spec) for v in halves]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # h_smem has left
-            for i, h in enumerate(results):
-                scratch.h.at[i, pl.ds(0, width)].transpose((1, 0))[...] = h.astype(dtype)
-            plgpu.commit_smem()
-            for i in range(len(results)):
-                for group in range(0, width, 8):
-                    # Rows past the block's last group of 8 are the next block's.
-                    @pl.when(group < plan.block_size[block])
-                    def _(i: int = i, group: int = group) -> None:
-                        plgpu.copy_smem_to_gmem(
-                            scratch.h.at[i, pl.ds(group, 8)],
-                            buffers.h.at[
-                                pl.ds(pl.multiple_of(row + group, 8), 8), pl.ds(col + i * _HALF, _HALF)
-                            ],
-                        )
+                for s in range(launch.config.down_splits)
+            ],
+        )
+        if spec.weight_on is WeightOn.OUTPUT:
+            total = total * plan.weight_of_slot[slot]
+        return _keep_if(row >= 0, total)
 
-        def ups_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, tile, _, steps, split, item = up_item(i)
-
-            def run(width: int) -> None:
-                halves = multiply(step, steps, width)
-                if config.up_splits == 1:
-                    finish_up(block, tile, halves, width)
-                    return
-
-                @pl.when(split < config.up_splits - 1)
-                def _() -> None:
-                    for half, value in enumerate(halves):
-                        buffers.parts[item, half, :, pl.ds(0, width)] = value
-
-                @pl.when(split == config.up_splits - 1)
-                def _() -> None:
-                    if fused:
-                        _mgpu.await_flags(
-                            operands.flags,
-                            item - (config.up_splits - 1),
-                            jnp.int32(config.up_splits - 1),
-                            scratch.epoch,
-                            warpgroup=_CONSUMER,
-                        )
-                    total = []
-                    for half, value in enumerate(halves):
-                        parts = [
-                            plgpu.load(
-                                buffers.parts.at[item - (config.up_splits - 1) + s, half, :, pl.ds(0, width)],
-                                layout=plgpu.Layout.WGMMA,
-                                optimized=False,
-                            )
-                            for s in range(config.up_splits - 1)
-                        ]
-                        total.append(functools.reduce(jnp.add, [*parts, value]))
-                    finish_up(block, tile, tuple(total), width)
-
-            _by_width(plan.block_size[block], block_m, run)
-            if fused:
-                plgpu.wait_smem_to_gmem(0)  # h is in global memory
-                _mgpu.proxy_fence()  # written by TMA, published by an ordinary store
-                _mgpu.raise_flag(operands.flags, item, scratch.epoch)
-            return step + steps
-
-        def downs_loop(i: jax.Array, step: jax.Array) -> jax.Array:
-            block, tile, _, steps, split, item = down_item(i)
-            row, size, expert = plan.block_row[block], plan.block_size[block], plan.block_expert[block]
-            col = jnp.minimum(tile * config.BLOCK_N, spec.hidden_size - config.BLOCK_N)
-
-            def run(width: int) -> None:
-                for half, value in enumerate(multiply(step, steps, width)):
-                    start = col + half * _HALF
-                    if spec.expert_bias:
-                        b = bias(operands.b2, (expert, pl.ds(start, _HALF)), width)
-                        value = value + _keep_if(split == 0, b)
-                    _mgpu.store_columns(buffers.slots, value, split, row, start, size, interpret=interpret)
-
-            _by_width(size, block_m, run)
-            if fused:
-                _mgpu.raise_flag(operands.flags, flag_of_down + item, scratch.epoch)
-            return step + steps
-
-        step = loop("up", my_ups, ups_loop, jnp.int32(0))
-        loop("down", my_downs, downs_loop, step)
-        plgpu.wait_smem_to_gmem(0)
-        if "combine" in phases:
-            _combine(
-                operands,
-                buffers,
-                y_gmem,
-                scratch,
-                shape,
-                cta,
-                spec=spec,
-                config=config,
-                num_tokens=num_tokens,
-                num_ctas=num_ctas,
-                fused=fused,
-                flag_of_down=flag_of_down,
-            )
-
-
-def _combine(
-    operands: _Operands,
-    buffers: _Buffers,
-    y_gmem: Any,
-    scratch: _Scratch,
-    shape: _Shape,
-    cta: jax.Array,
-    *,
-    spec: MoESpec,
-    config: SwapABConfig,
-    num_tokens: int,
-    num_ctas: int,
-    fused: bool,
-    flag_of_down: int,
-) -> None:
-    """y[t] = sum over slots of weight * row, in the order of the slots."""
-    plan = operands.plan
-    chunk = combine_chunk(spec.hidden_size, num_tokens, num_ctas)
-    chunks = -(-spec.hidden_size // chunk)
-    tiles = min(shape.down_tiles, chunk // config.BLOCK_N + (1 if spec.hidden_size % config.BLOCK_N else 0))
-    layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=min(4, chunk // 128))
-
-    @pl.loop(0, lax.div(jnp.maximum(num_tokens * chunks - cta + num_ctas - 1, 0), jnp.int32(num_ctas)))
-    def _(i: jax.Array) -> None:
-        token, part = _divmod(cta + i * num_ctas, chunks)
-        col = jnp.minimum(part * chunk, spec.hidden_size - chunk)
-        slot = token * spec.top_k
-        if fused:
-            _mgpu.await_slots(
-                operands.flags,
-                plan.row_of_slot,
-                plan.block_of_slot,
-                slot,
-                jnp.minimum(lax.div(col, jnp.int32(config.BLOCK_N)), shape.down_tiles - tiles),
-                scratch.epoch,
-                num_slots=spec.top_k,
-                num_tiles=tiles,
-                num_splits=config.down_splits,
-                flags_per_block=shape.down_tiles * config.down_splits,
-                first_flag=flag_of_down,
+    @pl.when(launch.cta < pieces)
+    def _() -> None:
+        if launch.is_fused:
+            _mgpu.await_flags(
+                launch.operands.flags,
+                jnp.int32(launch.flag_of_cta),
+                jnp.int32(launch.num_ctas),
+                launch.scratch.epoch,
                 warpgroup=_CONSUMER,
             )
 
-        def value(j: Any) -> jax.Array:
-            row = plan.row_of_slot[slot + j]
-            at = jnp.maximum(row, 0)
-            total = functools.reduce(
-                jnp.add,
-                [
-                    plgpu.load(buffers.slots.at[s, at, pl.ds(col, chunk)], layout=layout, optimized=False)
-                    for s in range(config.down_splits)
-                ],
-            )
-            if spec.weight_on is WeightOn.OUTPUT:
-                total = total * plan.weight_of_slot[slot + j]
-            return _keep_if(row >= 0, total)
-
-        if spec.top_k * config.down_splits <= 16:
-            # All loads start before the first is needed.
-            total = functools.reduce(jnp.add, [value(j) for j in range(spec.top_k)])
-        else:
-            zero = plgpu.layout_cast(jnp.zeros((chunk,), jnp.float32), layout)
-            total = lax.fori_loop(0, spec.top_k, lambda j, acc: acc + value(j), zero)
-        y_gmem[token, pl.ds(col, chunk)] = total.astype(y_gmem.dtype)
+        @pl.loop(0, lax.div(pieces - launch.cta + launch.num_ctas - 1, jnp.int32(launch.num_ctas)))
+        def _(i: jax.Array) -> None:
+            token, piece = _divmod(launch.cta + i * launch.num_ctas, per_token)
+            column = jnp.minimum(piece * width, spec.hidden_size - width)
+            first = token * spec.top_k
+            if spec.top_k * launch.config.down_splits <= 16:
+                # Unrolled, all loads start before the first is needed.
+                total = functools.reduce(jnp.add, [value(first + j, column) for j in range(spec.top_k)])
+            else:
+                zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+                total = lax.fori_loop(0, spec.top_k, lambda j, sum_: sum_ + value(first + j, column), zero)
+            launch.y[token, pl.ds(column, width)] = total.astype(launch.y.dtype)
 
 
-def combine_chunk(hidden_size: int, num_tokens: int, num_ctas: int) -> int:
-    """Columns of y that a CTA makes at once: as few as still give every CTA one piece at most."""
-    chunk = 128
-    while chunk < 1024 and 2 * chunk <= hidden_size and num_tokens * -(-hidden_size // chunk) > num_ctas:
-        chunk *= 2
-    return chunk
+def _piece_width(hidden_size: int, num_tokens: int, num_ctas: int) -> int:
+    """Columns that are combined at once: as few as still leave every CTA one piece at most."""
+    width = 128
+    while width < 1024 and 2 * width <= hidden_size and num_tokens * -(-hidden_size // width) > num_ctas:
+        width *= 2
+    return width
 
 
 def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
@@ -505,22 +582,73 @@ def _keep_if(condition: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(lax.broadcast(condition, value.shape), value, 0.0)
 
 
-def _by_width(size: jax.Array, block_m: int, run: Any) -> None:
-    """``run(width)`` for the least of 8, 16, … block_m that holds ``size`` tokens."""
-    width = 8
-    while width <= block_m:
-        low = 0 if width == 8 else width // 2
+def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
+    launch = _Launch(*unflatten(refs), **statics)
+    warpgroup = lax.axis_index("wg")
 
-        @pl.when(jnp.logical_and(size > low, size <= width))
-        def _(width: int = width) -> None:
-            run(width)
+    @pl.when(warpgroup == _WEIGHTS)
+    def _() -> None:
+        plgpu.set_max_registers(_WEIGHTS_REGISTERS, action="decrease")
+        _load_weights(launch)
 
-        width *= 2
+    @pl.when(warpgroup == _TOKENS)
+    def _() -> None:
+        plgpu.set_max_registers(_TOKENS_REGISTERS, action="decrease")
+        _load_tokens(launch)
+
+    @pl.when(warpgroup == _CONSUMER)
+    def _() -> None:
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        if launch.is_fused:
+            _mgpu.draw_ticket(launch.operands.flags, launch.scratch.epoch, launch.num_ctas)
+            plgpu.barrier_arrive(launch.scratch.drawn)
+        _compute(launch)
+        if launch.is_fused:
+            _mgpu.raise_flag(launch.operands.flags, launch.flag_of_cta + launch.cta, launch.scratch.epoch)
+        if "combine" in launch.phases:
+            _combine(launch)
 
 
-def buffers_items(config: SwapABConfig, spec: MoESpec, num_tokens: int) -> int:
-    problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
-    return config.max_blocks(problem) * config.up_tiles(spec) * config.up_splits
+def routes(spec: MoESpec, num_tokens: int) -> bool:
+    """Whether `fused_moe` can route so many tokens itself."""
+    return spec.weight_on is WeightOn.OUTPUT and _routing.supports(spec, num_tokens) is None
+
+
+def fused_moe(
+    x: jax.Array,
+    logits: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+    *,
+    config: SwapABConfig,
+    correction_bias: jax.Array | None = None,
+    real: jax.Array | None = None,
+    num_ctas: int | None = None,
+) -> jax.Array:
+    """Compute a layer from router logits, in one launch.
+
+    Args:
+      x: (T, D) bfloat16 | float16.
+      logits: (T, E) float32 | bfloat16 | float16.
+      w13: (E, 2F, D) or (E, F, D) in x's dtype.
+      w2: (E, D, F) in x's dtype.
+      b13: (E, 2F) or (E, F) float, or None.
+      b2: (E, D) float, or None.
+      spec: The layer.
+      config: How it is cut up.
+      correction_bias: (E,) float, exactly when ``spec.correction_bias``.
+      real: int32, (1,): the number of real tokens, which come first, or (T,): not 0 for a real token. The
+        others are routed nowhere, and their rows of y are 0. None: all are real.
+      num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
+
+    Returns:
+      (T, D) in x's dtype.
+    """
+    operands = _Operands(x, w13, w2, b13, b2, logits=logits, correction_bias=correction_bias, real=real)
+    return _run(operands, spec, config, num_ctas, None)
 
 
 def fused_experts(
@@ -536,100 +664,111 @@ def fused_experts(
     num_ctas: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """(T, D), routing (T, top_k) → (T, D)."""
-    plan = make_blocks(routing, spec.num_experts, config.block_m)
-    return run_plan(x, plan, w13, w2, b13, b2, spec, config=config, num_ctas=num_ctas, interpret=interpret)
+    """Compute the experts of a given routing, in one launch if `_routing.supports_ids` has no objection.
+
+    Args:
+      x: (T, D), as all other operands as in `fused_moe`.
+      routing: ids (T, top_k) int32, outside [0, E) = dropped, and weights (T, top_k) float32.
+      w13: As in `fused_moe`.
+      w2: Likewise.
+      b13: Likewise.
+      b2: Likewise.
+      spec: Likewise.
+      config: Likewise.
+      num_ctas: Likewise.
+      interpret: ``plgpu.InterpretGPUParams``, to run on a CPU, one phase after the other. D and F are then
+        multiples of 128.
+
+    Returns:
+      (T, D) in x's dtype.
+    """
+    operands = _Operands(x, w13, w2, b13, b2)
+    if interpret is None and _routing.supports_ids(spec, x.shape[0]) is None:
+        operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
+    else:
+        operands = operands._replace(plan=make_blocks(routing, spec.num_experts, config.block_m))
+    return _run(operands, spec, config, num_ctas, interpret)
 
 
-def run_plan(
-    x: jax.Array,
-    plan: BlockPlan,
-    w13: jax.Array,
-    w2: jax.Array,
-    b13: jax.Array | None,
-    b2: jax.Array | None,
-    spec: MoESpec,
-    *,
-    config: SwapABConfig,
-    num_ctas: int | None = None,
-    interpret: Any = None,
+def _run(
+    operands: _Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int | None, interpret: Any
 ) -> jax.Array:
+    x = operands.x
     num_tokens, hidden_size = x.shape
-    num_ctas = num_ctas or _mgpu.num_sms()
-    experts, inner = spec.num_experts, spec.intermediate_size
-    if spec.gated:
-        branches = (2, inner) if spec.gate_up is GateUp.STACKED else (inner, 2)
-        w13 = w13.reshape(experts, *branches, hidden_size)
-        b13 = None if b13 is None else b13.reshape(experts, *branches)
     problem = Problem(spec=spec, num_tokens=num_tokens, dtype=x.dtype.name)
-    rows, items = config.max_rows(problem), buffers_items(config, spec, num_tokens)
-    max_downs = config.max_blocks(problem) * config.down_tiles(spec) * config.down_splits
-    flags = _mgpu.new_flags(items + max_downs)
-    parts = items if config.up_splits > 1 else 1
+    num_ctas = num_ctas or _mgpu.num_sms()
+    if spec.gated:
+        branches = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
+        b13 = operands.b13
+        operands = operands._replace(
+            w13=operands.w13.reshape(spec.num_experts, *branches, hidden_size),
+            b13=None if b13 is None else b13.reshape(spec.num_experts, *branches),
+        )
+    rows, items = config.max_rows(problem), config.max_up_items(problem)
     struct = jax.ShapeDtypeStruct
-    buffers = _Buffers(
-        h=struct((rows, inner), x.dtype),
-        slots=struct((config.down_splits, rows, hidden_size), jnp.float32),
-        parts=struct((parts, 2, _HALF, config.block_m), jnp.float32),
-    )
+    h = struct((rows, spec.intermediate_size), x.dtype)
+    slots = struct((config.down_splits * rows, hidden_size), jnp.float32)
+    parts = struct((items, 2, _HALF, config.block_m), jnp.float32) if config.up_splits > 1 else None
     y = struct((num_tokens, hidden_size), x.dtype)
-    operands = _Operands(x=x, w13=w13, w2=w2, b13=b13, b2=b2, plan=plan, flags=flags)
-    run = functools.partial(
-        _launch, spec=spec, config=config, num_tokens=num_tokens, num_ctas=num_ctas, interpret=interpret
-    )
+    run = functools.partial(_call, spec=spec, config=config, num_ctas=num_ctas, interpret=interpret)
     if interpret is None:
-        return run(operands, y, buffers, phases=frozenset({"up", "down", "combine"}))[0]
+        operands = operands._replace(flags=_mgpu.new_flags(items + num_ctas))
+        return run(operands, y, _Buffers(h, slots, parts), phases=frozenset({"up", "down", "combine"}))[0]
     # The interpreter has no flags: one launch a phase.
-    _, up = run(operands, None, buffers._replace(slots=None), phases=frozenset({"up"}))
-    _, down = run(
-        operands, None, _Buffers(h=up.h, slots=buffers.slots, parts=None), phases=frozenset({"down"})
-    )
-    return run(operands, y, _Buffers(h=None, slots=down.slots, parts=None), phases=frozenset({"combine"}))[0]
+    _, made = run(operands, None, _Buffers(h=h, parts=parts), phases=frozenset({"up"}))
+    _, made = run(operands, None, _Buffers(h=made.h, slots=slots), phases=frozenset({"down"}))
+    return run(operands, y, _Buffers(slots=made.slots), phases=frozenset({"combine"}))[0]
 
 
-def _launch(
+def _call(
     operands: _Operands,
     y: Any,
     buffers: _Buffers,
     *,
     spec: MoESpec,
     config: SwapABConfig,
-    num_tokens: int,
     num_ctas: int,
     phases: frozenset[str],
     interpret: Any,
 ) -> tuple[Any, _Buffers]:
-    is_struct = lambda a: isinstance(a, jax.ShapeDtypeStruct)  # noqa: E731
-    leaves, tree = jax.tree.flatten((operands, y, buffers), is_leaf=lambda a: a is None or is_struct(a))
-    inputs = [a for a in leaves if a is not None and not is_struct(a)]
-    outputs = [a for a in leaves if is_struct(a)]
-    operand = _mgpu.operand_transforms(operands.x.dtype)
-    dtype, stages, block_m = operands.x.dtype, config.num_stages, config.block_m
+    """Launch the kernel; of y and the buffers it makes those given as shapes, and takes those given as arrays."""
+
+    def is_made(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
+
+    leaves, tree = jax.tree.flatten((operands, y, buffers), is_leaf=is_made)
+    inputs = [leaf for leaf in leaves if not is_made(leaf)]
+    outputs = [leaf for leaf in leaves if is_made(leaf)]
+    x, stages = operands.x, config.num_stages
+    tile = _mgpu.operand_transforms(x.dtype)
     scratch = _Scratch(
-        w=plgpu.SMEM((stages, config.BLOCK_N, config.BLOCK_K), dtype, transforms=operand),
-        x=plgpu.SMEM((stages, block_m, config.BLOCK_K), dtype, transforms=operand),
-        h=plgpu.SMEM((1 if spec.gated else 2, block_m, _HALF), dtype),
+        w=plgpu.SMEM((stages, config.BLOCK_N, config.BLOCK_K), x.dtype, transforms=tile),
+        x=plgpu.SMEM((stages, config.block_m, config.BLOCK_K), x.dtype, transforms=tile),
         epoch=plgpu.SMEM((2,), jnp.int32),
         w_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         x_full=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        drawn=plgpu.Barrier(),
     )
+    if operands.plan is None:
+        lists, routing = _routing.list_scratch(x.shape[0], spec, config.block_m)
+        scratch = scratch._replace(lists=lists, routing=routing)
+    scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
-        ins, rest = list(refs[: len(inputs)]), refs[len(inputs) :]
-        outs, scr = list(rest[: len(outputs)]), rest[len(outputs) :]
-        filled = [None if a is None else (outs.pop(0) if is_struct(a) else ins.pop(0)) for a in leaves]
-        return (*jax.tree.unflatten(tree, filled), _Scratch(*scr))
+        given, made = iter(refs[: len(inputs)]), iter(refs[len(inputs) : len(leaves)])
+        filled = [next(made) if is_made(leaf) else next(given) for leaf in leaves]
+        return (*jax.tree.unflatten(tree, filled), jax.tree.unflatten(scratch_tree, refs[len(leaves) :]))
 
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
+            unflatten=unflatten,
             spec=spec,
             config=config,
-            num_tokens=num_tokens,
+            num_tokens=x.shape[0],
             num_ctas=num_ctas,
             phases=phases,
-            unflatten=unflatten,
             interpret=interpret is not None,
         ),
         out_type=outputs,
@@ -637,14 +776,13 @@ def _launch(
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        scratch_types=list(scratch),
+        scratch_types=scratch_leaves,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         kernel_name="swap_ab",
-        **({} if interpret is None else {"interpret": interpret}),
+        interpret=interpret,
     )
-    results = iter(kernel(*inputs))
-    done = [next(results) if is_struct(a) else a for a in leaves]
-    _, y, buffers = jax.tree.unflatten(tree, done)
+    made = iter(kernel(*inputs))
+    _, y, buffers = jax.tree.unflatten(tree, [next(made) if is_made(leaf) else leaf for leaf in leaves])
     return y, buffers
