@@ -1,13 +1,15 @@
 """The choice of experts by router logits, one warp a token: the heart of `_routing`.
 
-A warp holds a token's logits in registers, as words of the same order (`_key`). Lane l has them in stripes:
-of the ``32 · width`` neighbouring experts of a stripe the ``width`` from ``width · l`` on, one vector in
-global memory, sorted in descending order. Then ``top_k`` rounds of choice follow, in which only the heads of
-the stripes take part: the largest key of all lanes wins, of several the lowest expert; the winner leaves its
-stripe. What was chosen stands one choice a lane, where the weights are made of it.
+A warp holds a token's logits in registers, as words of the same order (`_key`): each lane has neighbouring
+experts, in stripes of up to four, one vector in global memory, sorted in descending order. Then ``top_k``
+rounds of choice follow, in which only the heads of the stripes take part: the largest key of all lanes wins,
+of several that in the lowest lane, of several there that in the lowest stripe, so the lowest expert. The
+lane that has it notes the expert and takes it out of its stripe. Weights come last, a slot a lane, for as
+many of the warp's tokens at a time as have room.
 
-While it waits for one token, a warp goes on with a second one, if there are many: their choices then share
-the lanes, half of them each.
+If there are more tokens than warps, a warp has two in hand: while it waits for one, it does the other. What
+counts then is how many instructions go through the integer pipe, which takes two cycles for each: so a step
+of the sort is four.
 """
 
 from __future__ import annotations
@@ -28,28 +30,29 @@ from moe_pallas.kernels._simt import (
     if_,
     maximum,
     minimum,
+    ptx,
     select,
     thread_index,
+    warp_ballot,
+    warp_barrier,
+    warp_float_max,
     warp_float_sum,
-    warp_group_max,
     warp_max,
-    warp_min,
     warp_take,
 )
 from moe_pallas.spec import MoESpec, Scoring
 
-NONE = 0xFFFFFFFF  # -1: no expert
-_EXCLUDED = 0x007FFFFF  # key of -inf
+NONE = 0xFFFFFFFF  # -1: no expert, no row
 _FLOAT_MAX = float(jnp.finfo(jnp.float32).max)
 _EPSILON = 1e-20  # as in `moe_pallas.routing`
 
 
 class Choices(NamedTuple):
-    """Choices of one or two tokens, one a lane.
+    """Choices of one or more tokens, one a lane.
 
     Attributes:
       token: The lane's token.
-      slot: Which of the token's choices.
+      slot: Which of all slots, ``token · top_k + j``.
       in_use: Whether there is such a token and such a slot.
       expert: The expert.
       weight: Its routing weight.
@@ -64,18 +67,9 @@ class Choices(NamedTuple):
     is_real: Bool
 
 
-class _Row(NamedTuple):
-    """One token's logits, made ready for the choice.
-
-    Attributes:
-      stripes: For each stripe its sorted keys, and a word with a byte for each: the expert's place in it.
-      best: Key of the largest logit, where it is needed.
-      total: Sum of exp(logit - largest) over all experts, where it is needed.
-    """
-
-    stripes: list[Int]
-    best: Int | None
-    total: Float | None
+def row_words(spec: MoESpec) -> int:
+    """Count the words that the router keeps of each token: of its logits, the largest and the sum of exp."""
+    return 2 if spec.correction_bias or _is_softmax_of_all(spec) else 0
 
 
 class Router:
@@ -84,10 +78,12 @@ class Router:
     Args:
       spec: The layer.
       num_tokens: T.
-      num_warps: Warps of the CTA; warp w takes tokens w, w + num_warps, …
+      num_warps: Warps of the CTA, which share out the tokens.
       logits: (T, E).
       bias: (E,), or None: `MoESpec.correction_bias`.
       real: (1,) number of real tokens, or (T,) flags, or None.
+      experts: (S,) shared words, where the chosen experts are noted.
+      rows: (row_words · T,) shared words.
     """
 
     def __init__(
@@ -98,69 +94,63 @@ class Router:
         logits: Memory,
         bias: Memory | None,
         real: Memory | None,
+        experts: Memory,
+        rows: Memory,
     ):
         self._spec, self._num_tokens, self._num_warps = spec, num_tokens, num_warps
         self._logits, self._bias, self._real = logits, bias, real
+        self._experts, self._rows = experts, rows
         self._lane, self._warp = thread_index() & 31, thread_index() >> 5
         self._width = next(w for w in (1, 2, 4) if spec.num_experts <= 32 * w or w == 4)
-        self._num_stripes = -(-spec.num_experts // (32 * self._width))
+        self._per_lane = self._width * -(-spec.num_experts // (32 * self._width))
+        self._lower_lanes = (Int.of(1) << self._lane) - 1
         # Past 512 experts two tokens don't fit in the registers.
-        two = num_tokens > num_warps and spec.num_experts <= 512 and spec.top_k <= 16
-        self._together = 2 if two else 1
-        self._lanes_each = 32 // self._together
+        self._together = 2 if num_tokens > num_warps and spec.num_experts <= 512 else 1
+        self._num_groups = -(-num_tokens // self._together)  # group g: tokens g · together …
+        self._turns = -(-self._num_groups // num_warps)  # groups of warp w: w, w + num_warps, …
 
     def first_logits(self) -> list[Float]:
         """Start loading the logits of the warp's first tokens."""
         return self._load(self._warp)
 
-    def choose_all(self, logits: list[Float], note: Callable[[Choices], None]) -> None:
-        """Choose for all tokens, given their `first_logits`; ``note`` is called with all lanes."""
-        step = self._num_warps * self._together
-
-        def some(token: Int, *logits: Float) -> list[Float]:
-            # The next logits are on their way while these are worked on.
-            following = self._load(token + step) if self._num_tokens > step else list(logits)
-            note(self.choose(token, list(logits)))
-            return following
-
-        if self._num_tokens > step:
-            for_range(self._warp, self._num_tokens, step, logits, some)
+    def choose(self, logits: list[Float]) -> None:
+        """Choose the experts of the warp's tokens, given their `first_logits`."""
+        if self._turns == 1:
+            with if_(self._warp < self._num_groups):
+                self._choose_group(self._warp, logits)
         else:
-            with if_(self._warp < self._num_tokens):
-                some(self._warp, *logits)
 
-    def choose(self, first: Int, logits: list[Float]) -> Choices:
-        """Choose for the tokens ``first`` and, if two are together, ``first + num_warps``."""
-        slot = self._lane & (self._lanes_each - 1)
-        half = self._lane // self._lanes_each
-        token = first + half * self._num_warps
-        is_real = self._is_real(token)
-        count = len(logits) // self._together
-        rows = [self._row(logits[i * count : (i + 1) * count]) for i in range(self._together)]
+            def turn(group: Int, *logits: Float) -> list[Float]:
+                # The next logits are on their way while these are worked on.
+                following = self._load(group + self._num_warps)
+                self._choose_group(group, list(logits))
+                return following
 
-        def play(index: Int, expert: Int, key: Int, *stripes: Int) -> list[Int]:
-            size = len(stripes) // len(rows)
-            state: list[Int] = []
-            # All first halves before all second ones: nothing waits for what the other row could fill.
-            tops = [warp_max(self._head(stripes[i * size : (i + 1) * size])) for i in range(len(rows))]
-            for i, top in enumerate(tops):
-                winner, rest = self._pop(stripes[i * size : (i + 1) * size], top)
-                is_mine = self._lane.equals(index + i * self._lanes_each)
-                expert, key = select(is_mine, winner, expert), select(is_mine, top, key)
-                state += rest
-            return [expert, key, *state]
+            for_range(self._warp, self._num_groups, self._num_warps, logits, turn)
+        warp_barrier()  # a lane reads what others noted
 
-        stripes = [word for row in rows for word in row.stripes]
-        expert, key, *_ = for_range(0, self._spec.top_k, 1, [Int.of(0), Int.of(0), *stripes], play)
-        weight = self._weight(token, slot, expert, key, rows)
-        in_use = (token < self._num_tokens) & (slot < self._spec.top_k)
-        return Choices(token, slot, in_use, expert, weight, is_real)
+    def weigh(self, note: Callable[[Choices], None]) -> None:
+        """Make the weights of what the warp chose; ``note`` is called with all lanes."""
+        lanes_each = 1 << (self._spec.top_k - 1).bit_length()
+        at_once = 32 // lanes_each
 
-    def _load(self, first: Int) -> list[Float]:
-        """Load the lane's logits of the tokens of one `choose`; past the last token, that one's."""
+        def some(first: Int | int) -> list[Int]:
+            index = self._lane // lanes_each + first
+            group = index // self._together * self._num_warps + self._warp
+            token = group * self._together + (index & (self._together - 1))
+            note(self._weighed(token, self._lane & (lanes_each - 1), lanes_each))
+            return []
+
+        if self._turns * self._together <= at_once:
+            some(0)
+        else:
+            for_range(0, self._turns * self._together, at_once, [], some)
+
+    def _load(self, group: Int) -> list[Float]:
+        """Load the lane's logits of the group's tokens; past the last token, that one's."""
         found = []
         for i in range(self._together):
-            token = minimum(first + i * self._num_warps, self._num_tokens - 1)
+            token = minimum(group * self._together + i, self._num_tokens - 1)
             found += self._load_row(self._logits, token * self._spec.num_experts)
         return found
 
@@ -168,126 +158,160 @@ class Router:
         """Load the lane's part of E neighbouring numbers; past the last one, some of them again."""
         num_experts, width = self._spec.num_experts, self._width
         found: list[Float] = []
-        for s in range(self._num_stripes):
-            place = self._lane * width + s * 32 * width
+        for first in range(0, self._per_lane, width):
+            place = self._lane * self._per_lane + first
             if num_experts % width == 0:
                 found += memory.load_vector(minimum(place, num_experts - width) + start, width)
             else:
                 found += [memory.load(minimum(place + i, num_experts - 1) + start) for i in range(width)]
         return found
 
+    def _choose_group(self, group: Int, logits: list[Float]) -> None:
+        top_k, count = self._spec.top_k, len(logits) // self._together
+        rows, exist, starts = [], [], []
+        for i in range(self._together):
+            token = group * self._together + i
+            exist.append(token < self._num_tokens if self._num_tokens % self._together else Bool.of(True))
+            starts.append(token * top_k)
+            rows.append(self._row(token, exist[i], logits[i * count : (i + 1) * count]))
+        size = len(rows[0])
+
+        def play(index: Int, *stripes: Int) -> list[Int]:
+            parts = [stripes[i * size : (i + 1) * size] for i in range(self._together)]
+            tops = [warp_max(_largest(list(part[:: self._width + 1]))) for part in parts]
+            rest: list[Int] = []
+            for part, top, start, exists in zip(parts, tops, starts, exist, strict=True):
+                has_won, expert, left = self._pop(part, top)
+                rest += left
+                with if_(has_won & exists):
+                    self._experts.store(index + start, expert)
+            return rest
+
+        for_range(0, top_k, 1, [word for row in rows for word in row], play)
+
     def _is_real(self, token: Int) -> Bool:
         if self._real is None:
-            return token < self._num_tokens
-        if self._real.size == 1:
-            return token < minimum(self._real.load(0), self._num_tokens)
-        return self._real.load(minimum(token, self._num_tokens - 1)) > 0
+            return Bool.of(True)
+        return token < self._real.load(0) if self._real.size == 1 else self._real.load(token) > 0
 
-    def _row(self, logits: list[Float]) -> _Row:
+    def _row(self, token: Int, exists: Bool, logits: list[Float]) -> list[Int]:
+        """Make a token's logits ready: of each stripe the sorted keys, and a word with their places."""
         logits = [_clean(x) for x in logits]
         keys = [self._if_expert(i, _key(x), 0) for i, x in enumerate(logits)]
-        best, total = None, None
-        whole_softmax = self._spec.scoring is Scoring.SOFTMAX and not self._is_softmax_of_chosen()
-        if whole_softmax or self._bias is not None:
-            best = warp_max(_largest(keys))
-        if whole_softmax and best is not None:
-            terms = [self._if_expert(i, exp(x - _logit(best)), 0.0) for i, x in enumerate(logits)]
-            total = warp_float_sum(_tree(lambda x, y: x + y, terms))
-        if self._bias is not None:
-            biases = self._load_row(self._bias, 0)
-            scores = [self._score(x, best, total) + b for x, b in zip(logits, biases, strict=True)]
-            scores = [select(x > -math.inf, y, -math.inf) for x, y in zip(logits, scores, strict=True)]
-            keys = [self._if_expert(i, _key(x), 0) for i, x in enumerate(scores)]
-        width, stripes = self._width, []
-        for s in range(self._num_stripes):
-            stripes += self._sorted(keys[s * width : (s + 1) * width])
-        return _Row(stripes, best, total)
+        if row_words(self._spec):
+            best = _logit(warp_max(_largest(keys)))
+            total = Float.of(1.0)
+            if _is_softmax_of_all(self._spec):
+                terms = [self._if_expert(i, exp(x - best), 0.0) for i, x in enumerate(logits)]
+                total = warp_float_sum(_tree(lambda x, y: x + y, terms))
+            with if_(self._lane.equals(0) & exists):
+                self._rows.store(token * 2, best.bits())
+                self._rows.store(token * 2 + 1, total.bits())
+            if self._bias is not None:
+                biases = self._load_row(self._bias, 0)
+                choices = [self._score(x, best, total) + b for x, b in zip(logits, biases, strict=True)]
+                choices = [select(x > -math.inf, y, -math.inf) for x, y in zip(logits, choices, strict=True)]
+                keys = [self._if_expert(i, _key(x), 0) for i, x in enumerate(choices)]
+        width = self._width
+        stripes: list[Int] = []
+        for first in range(0, self._per_lane, width):
+            stripes += self._sorted(keys[first : first + width], first)
+        return stripes
 
     def _if_expert[T: (Int, Float)](self, index: int, value: T, otherwise: float) -> T:
         """``value`` if the lane's element ``index`` stands for an expert."""
-        stripe, i = divmod(index, self._width)
-        size = 32 * self._width
-        if (stripe + 1) * size <= self._spec.num_experts:
+        if 32 * self._per_lane == self._spec.num_experts:
             return value
-        is_expert = self._lane * self._width < max(0, self._spec.num_experts - stripe * size - i)
+        is_expert = self._lane * self._per_lane < max(0, self._spec.num_experts - index)
         return select(is_expert, value, otherwise)
 
-    def _sorted(self, keys: list[Int]) -> list[Int]:
-        """Sort a stripe, descending; only neighbours change places, so that ties stay in order."""
+    def _sorted(self, keys: list[Int], first: int) -> list[Int]:
+        """Sort a stripe, descending; only neighbours change places, so that ties stay in order.
+
+        Behind its keys comes a word with a byte for each: its place among the lane's logits.
+        """
         count = len(keys)
-        places = [self._lane * count + i for i in range(count)]
+        order = Int.of(sum((first + i) << 8 * i for i in range(count)))
         for phase in range(count):
             for i in range(phase % 2, count - 1, 2):
-                swap = keys[i] < keys[i + 1]
-                keys[i : i + 2] = [maximum(keys[i], keys[i + 1]), minimum(keys[i], keys[i + 1])]
-                first, second = places[i : i + 2]
-                places[i : i + 2] = [select(swap, second, first), select(swap, first, second)]
-        return [*keys, _tree(lambda x, y: x | y, [place << 8 * i for i, place in enumerate(places)])]
+                swapped = (0x3201, 0x3120, 0x2310)[i]  # bytes i and i + 1
+                keys[i], keys[i + 1], order = ptx(
+                    f"""{{ .reg .pred p; .reg .b32 t;
+                    setp.lt.u32 p, %[high], %[low]; min.u32 t, %[high], %[low];
+                    max.u32 %[high], %[high], %[low]; mov.b32 %[low], t;
+                    @p prmt.b32 %[order], %[order], 0, {swapped}; }}""",
+                    {"high": keys[i], "low": keys[i + 1], "order": order},
+                )
+        return [*keys, order]
 
-    def _head(self, stripes: tuple[Int, ...]) -> Int:
-        return _largest(list(stripes[:: self._width + 1]))
-
-    def _pop(self, stripes: tuple[Int, ...], top: Int) -> tuple[Int, list[Int]]:
-        """Find the lowest expert with this key, and take it out of its stripe."""
+    def _pop(self, stripes: tuple[Int, ...], top: Int) -> tuple[Bool, Int, list[Int]]:
+        """Find the lowest expert with this key, and take it out of its stripe; the lane that has it knows."""
         size = self._width + 1
         parts = [stripes[i : i + size] for i in range(0, len(stripes), size)]
-        experts = [(order & 0xFF) + s * 32 * self._width for s, (*_, order) in enumerate(parts)]
-        mine = Int.of(NONE)
-        for expert, (head, *_) in reversed(list(zip(experts, parts, strict=True))):
-            mine = select(head.equals(top), expert, mine)
-        winner = warp_min(mine)
+        have = [head.equals(top) for head, *_ in parts]
+        has_any = _tree(lambda x, y: x | y, have)
+        has_won = has_any & (warp_ballot(has_any) & self._lower_lanes).equals(0)
+        place = parts[-1][-1] & 0xFF
+        for has, (*_, order) in reversed(list(zip(have[:-1], parts[:-1], strict=True))):
+            place = select(has, order & 0xFF, place)
         rest: list[Int] = []
-        for expert, (*keys, order) in zip(experts, parts, strict=True):
-            won = expert.equals(winner)
-            rest += [select(won, b, a) for a, b in zip(keys, [*keys[1:], Int.of(0)], strict=True)]
-            rest.append(select(won, order >> 8, order) if self._width > 1 else order)
-        return winner, rest
+        is_here = has_won
+        for has, (*keys, order) in zip(have, parts, strict=True):
+            pops, is_here = is_here & has, is_here & ~has
+            rest += [select(pops, b, a) for a, b in zip(keys, [*keys[1:], Int.of(0)], strict=True)]
+            rest.append(select(pops, order >> 8, order) if self._width > 1 else order)
+        return has_won, self._lane * self._per_lane + place, rest
 
-    def _is_softmax_of_chosen(self) -> bool:
-        """Are the weights a softmax over the chosen logits?"""
-        if self._spec.scoring is Scoring.SOFTMAX:
-            # Renormalised, the sum over all experts cancels, and 1e-20 of it is nothing beside the largest
-            # term, 1, which is among the chosen if the choice is by logits.
-            return self._spec.renormalize and self._bias is None
-        return self._spec.scoring is Scoring.SOFTMAX_AFTER_TOPK
+    def _score(self, logit: Float, best: Float, total: Float) -> Float:
+        match self._spec.scoring:
+            case Scoring.SIGMOID:
+                return Float.of(1.0) / (exp(Float.of(0.0) - logit) + 1.0)
+            case Scoring.SOFTMAX:
+                return exp(logit - best) / total
+        return logit
 
-    def _score(self, logit: Float, best: Int | None, total: Float | None) -> Float:
-        if self._spec.scoring is Scoring.SIGMOID:
-            return Float.of(1.0) / (exp(Float.of(0.0) - logit) + 1.0)
-        if best is None or total is None:
-            return logit
-        return exp(logit - _logit(best)) / total
-
-    def _weight(self, token: Int, slot: Int, expert: Int, key: Int, rows: list[_Row]) -> Float:
-        """Make the lane's routing weight of its choice and those of its neighbours."""
+    def _weighed(self, token: Int, j: Int, lanes_each: int) -> Choices:
+        """Make the weights of choices: lane after lane the ``lanes_each`` of a token."""
         spec = self._spec
-        included = (key > _EXCLUDED) & (slot < spec.top_k)
-        lanes = 1 << (spec.top_k - 1).bit_length()
-        if self._bias is None:
-            logit = _logit(key)
-            best = warp_take(key, self._lane - slot)
-        else:
-            place = minimum(token, self._num_tokens - 1) * spec.num_experts + expert
-            logit = _clean(self._logits.load(place))
-            best = self._of_lane([row.best for row in rows if row.best is not None])
-        if self._is_softmax_of_chosen():
-            top = best
+        in_use = (token < self._num_tokens) & (j < spec.top_k)
+        token, j = minimum(token, self._num_tokens - 1), minimum(j, spec.top_k - 1)
+        is_real = self._is_real(token)
+        slot = token * spec.top_k + j
+        expert = minimum(self._experts.load(slot), spec.num_experts - 1)  # unused lanes may read anything
+        logit = _clean(self._logits.load(token * spec.num_experts + expert))
+        included = in_use & (logit > -math.inf)
+        best, total = warp_take(logit, self._lane & (32 - lanes_each)), Float.of(1.0)
+        if row_words(spec):
+            best = self._rows.load(token * 2).as_float()
+            total = self._rows.load(token * 2 + 1).as_float()
+        some = best > -math.inf
+        if _is_softmax_of_chosen(spec):
             if self._bias is not None:
-                top = warp_group_max(select(included, _key(logit), _EXCLUDED), lanes)
-            weight = select(included, exp(logit - _logit(top)), 0.0)
-            weight = weight / warp_float_sum(weight, lanes)
+                included = included & (logit + self._bias.load(expert) > -math.inf)  # what route goes by
+                best = warp_float_max(select(included, logit, -math.inf), lanes_each)
+            weight = select(included, exp(logit - best), 0.0)
+            weight = weight / warp_float_sum(weight, lanes_each)
         else:
-            totals = [row.total for row in rows if row.total is not None]
-            weight = self._score(logit, best, self._of_lane(totals) if totals else None)
-            weight = select(included, weight, 0.0)
+            weight = select(included, self._score(logit, best, total), 0.0)
             if spec.renormalize:
-                weight = weight / (warp_float_sum(weight, lanes) + _EPSILON)
-        weight = select(best > _EXCLUDED, weight, math.nan)
-        return weight if spec.routed_scaling_factor == 1.0 else weight * spec.routed_scaling_factor
+                weight = weight / (warp_float_sum(weight, lanes_each) + _EPSILON)
+        weight = select(some, weight, math.nan)
+        if spec.routed_scaling_factor != 1.0:
+            weight = weight * spec.routed_scaling_factor
+        return Choices(token, slot, in_use, expert, weight, is_real)
 
-    def _of_lane[T: (Int, Float)](self, values: list[T]) -> T:
-        """Return what belongs to the lane's token."""
-        return values[0] if len(values) == 1 else select(self._lane < self._lanes_each, *values)
+
+def _is_softmax_of_chosen(spec: MoESpec) -> bool:
+    """Are the weights a softmax over the chosen logits?"""
+    if spec.scoring is Scoring.SOFTMAX:
+        # Renormalised, the sum over all experts cancels, and 1e-20 of it is nothing beside the largest term,
+        # 1, which is among the chosen if the choice is by logits.
+        return spec.renormalize and not spec.correction_bias
+    return spec.scoring is Scoring.SOFTMAX_AFTER_TOPK
+
+
+def _is_softmax_of_all(spec: MoESpec) -> bool:
+    return spec.scoring is Scoring.SOFTMAX and not _is_softmax_of_chosen(spec)
 
 
 def _clean(logit: Float) -> Float:

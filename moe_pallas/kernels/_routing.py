@@ -19,7 +19,8 @@ Lists (`Lists` says what they hold; B blocks, S = T · top_k slots, `list_sizes`
     num_blocks                                              4 words
     block_expert, block_row, block_first, block_size        B each
     token_of, row_of_slot, block_of_slot, weight_of_slot    S each; weight_of too if weights go on the input
-    scratch                                                 E · (ceil(T / 32) + 2) + 24, with one token 1
+    scratch                                                 E · (ceil(T / 32) + 2) + 24 (one token: none),
+                                                            and `row_words` · T
 
 each rounded up to 1024 bytes (`smem_bytes`).
 
@@ -35,7 +36,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas.kernels._choice import NONE, Choices, Router
+from moe_pallas.kernels._choice import NONE, Choices, Router, row_words
 from moe_pallas.kernels._simt import (
     Bool,
     Float,
@@ -150,10 +151,11 @@ def smem_bytes(num_tokens: int, spec: MoESpec, block_m: int) -> int:
 
 
 def _scratch_words(num_tokens: int, spec: MoESpec) -> int:
-    """A bit for each expert and token, two words for each expert, and two for each warp."""
+    """A bit for each expert and token, two words for each expert and each warp, and what the router keeps."""
+    kept = row_words(spec) * num_tokens
     if num_tokens == 1:
-        return 1
-    return (-(-num_tokens // 32) + 2) * spec.num_experts + 2 * _NUM_WARPS
+        return max(1, kept)
+    return (-(-num_tokens // 32) + 2) * spec.num_experts + 2 * _NUM_WARPS + kept
 
 
 def supports(spec: MoESpec, num_tokens: int) -> str | None:
@@ -212,17 +214,27 @@ def route_logits(
 
     def phase(given: dict[str, Memory]) -> None:
         work = _Work(given, spec, num_tokens, block_m)
-        router = Router(spec, num_tokens, _NUM_WARPS, given["logits"], given.get("bias"), given.get("real"))
+        router = Router(
+            spec,
+            num_tokens,
+            _NUM_WARPS,
+            given["logits"],
+            given.get("bias"),
+            given.get("real"),
+            work.experts,
+            work.rows,
+        )
         if num_tokens == 1:
             with if_(work.warp.equals(0)):
-                choices = router.choose(Int.of(0), router.first_logits())
-                work.list_one_token(choices.expert, choices.weight, choices.is_real, distinct=True)
+                router.choose(router.first_logits())
+                router.weigh(work.list_only_choices)
             cta_barrier()
         else:
             logits = router.first_logits()
             work.clear_masks()
             cta_barrier()
-            router.choose_all(logits, work.note_choices)
+            router.choose(logits)
+            router.weigh(work.note_choices)
             cta_barrier()
             work.list_tokens()
 
@@ -292,12 +304,15 @@ class _Work:
         self.slots = num_tokens * spec.top_k
         self.thread = thread_index()
         self.lane, self.warp = self.thread & 31, self.thread >> 5
-        # Scratch: an expert's tokens; where its blocks and rows, and its tokens, begin; sums of warps.
+        # Until the blocks are known, a slot's expert stands in the place of its block.
+        self.experts = self.lists.block_of_slot
+        # An expert's tokens; where its blocks and rows, and its tokens, begin; sums of warps.
         self.scratch = given["scratch"]
         self.mask_words = -(-num_tokens // 32)
         self.starts = self.mask_words * spec.num_experts
         self.firsts = self.starts + spec.num_experts
         self.sums = self.firsts + spec.num_experts
+        self.rows = self.scratch.after(0 if num_tokens == 1 else self.sums + 2 * _NUM_WARPS)
 
     def clear_masks(self) -> None:
         """Forget all tokens."""
@@ -310,8 +325,7 @@ class _Work:
     def note_choices(self, choices: Choices) -> None:
         """Note the choices that were made of logits, one a lane."""
         with if_(choices.in_use):
-            slot = choices.token * self.spec.top_k + choices.slot
-            self._note(slot, choices.token, choices.expert, choices.weight, choices.is_real)
+            self._note(choices.slot, choices.token, choices.expert, choices.weight, choices.is_real)
 
     def note_given(self, ids: Memory, weights: Memory) -> None:
         """Note the choices that were made elsewhere."""
@@ -325,12 +339,15 @@ class _Work:
         for_range(self.thread, self.slots, NUM_THREADS, [], note)
 
     def _note(self, slot: Int, token: Int, expert: Int, weight: Float, valid: Bool) -> None:
-        # Until the blocks are known, the slot's expert stands in the place of its block.
-        self.lists.block_of_slot.store(slot, select(valid, expert, NONE))
+        self.experts.store(slot, select(valid, expert, NONE))
         self.lists.weight_of_slot.store(slot, select(valid, weight, 0.0))
         with if_(valid):
             word = (token >> 5) * self.spec.num_experts + expert
             self.scratch.set_bits(word, Int.of(1) << (token & 31))
+
+    def list_only_choices(self, choices: Choices) -> None:
+        """Write the lists of the only token, of choices that were made of its logits."""
+        self.list_one_token(choices.expert, choices.weight, choices.is_real, distinct=True)
 
     def list_one_token(self, expert: Int, weight: Float, valid: Bool, distinct: bool) -> None:
         """Write the lists of the only token, whose choices stand one a lane: a block each, in their order."""
@@ -405,7 +422,7 @@ class _Work:
     def _place_slot(self, slot: Int) -> list[Int]:
         """Give a slot its row; the first token of a block describes the block."""
         lists, scratch, num_experts = self.lists, self.scratch, self.spec.num_experts
-        expert = lists.block_of_slot.load(slot)
+        expert = self.experts.load(slot)
         with if_(expert >= num_experts):
             lists.row_of_slot.store(slot, NONE)
         with if_(expert < num_experts):

@@ -16,7 +16,9 @@ by all 32 lanes of a warp together.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -167,6 +169,24 @@ def _pure(ptx: str, result: ir.Type, *operands: _Scalar) -> ir.Value:
     return mgpu.utils.inline_ptx(ptx, *[x.value for x in operands], result_types=result)
 
 
+def ptx(code: str, changed: dict[str, Int], **given: Int) -> list[Int]:
+    """Run PTX that changes some words and reads others, ``%[name]``; return the changed ones.
+
+    It is for what LLVM would write with more instructions. Registers that it needs beside the operands it
+    declares, inside braces.
+    """
+    # An operand that changes is an output, and once more an input tied to it.
+    numbers = {name: i for i, name in enumerate([*changed, *changed, *given])}
+    numbers |= {name: i for i, name in enumerate(changed)}
+    text = re.sub(r"%\[(\w+)\]", lambda match: f"${numbers[match[1]]}", code)
+    ties = [str(i) for i in range(len(changed))]
+    constraints = ",".join(["=&r"] * len(changed) + ties + ["r"] * len(given))
+    kind = llvm.StructType.get_literal([_word()] * len(changed))
+    operands = [x.value for x in (*changed.values(), *given.values())]
+    found = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=False)
+    return [Int(llvm.extractvalue(_word(), found, [i])) for i in range(len(changed))]
+
+
 def select[T: (Int, Float)](condition: Bool, yes: T | int | float, no: T | int | float) -> T:
     """Choose ``yes`` where the condition holds; at least one of both is a scalar."""
     kind = type(yes) if isinstance(yes, _Scalar) else type(no)
@@ -229,11 +249,6 @@ def warp_max(x: Int) -> Int:
     return _reduce(x, mgpu.utils.ReductionKind.UMAX)
 
 
-def warp_min(x: Int) -> Int:
-    """Return the smallest of the lanes' values."""
-    return _reduce(x, mgpu.utils.ReductionKind.UMIN)
-
-
 def warp_sum(x: Int) -> Int:
     """Return the sum of the lanes' values."""
     return _reduce(x, mgpu.utils.ReductionKind.ADD)
@@ -276,19 +291,19 @@ def warp_float_sum(x: Float, num_lanes: int = 32) -> Float:
     return x
 
 
-def warp_group_max(x: Int, num_lanes: int) -> Int:
+def warp_float_max(x: Float, num_lanes: int = 32) -> Float:
     """Return the largest value of each group of as many neighbouring lanes, a power of two."""
     distance = num_lanes // 2
     while distance:
-        x = maximum(x, Int(_shuffle(x.value, distance, nvvm.ShflKind.bfly, clamp=31)))
+        x = maximum(x, Float(_shuffle(x.value, distance, nvvm.ShflKind.bfly, clamp=31)))
         distance //= 2
     return x
 
 
-def warp_take(x: Int, lane: Int) -> Int:
+def warp_take(x: Float, lane: Int) -> Float:
     """Return the value that another lane has."""
     mask, clamp = Int.of(_ALL_LANES).value, Int.of(31).value
-    return Int(nvvm.shfl_sync(mask, x.value, lane.value, clamp, nvvm.ShflKind.idx))
+    return Float(nvvm.shfl_sync(mask, x.value, lane.value, clamp, nvvm.ShflKind.idx))
 
 
 def _shuffle(value: ir.Value, by: int, kind: Any, clamp: int) -> ir.Value:
@@ -305,6 +320,12 @@ class Memory:
         self.size = math.prod(ir.MemRefType(ref.type).shape)
         self._element = ir.MemRefType(ref.type).element_type
         self._pointer = mgpu.utils.memref_ptr(ref)
+
+    def after(self, count: int) -> Memory:
+        """Leave out the first elements."""
+        rest = copy.copy(self)
+        rest._pointer, rest.size = self._at(count), self.size - count
+        return rest
 
     def _at(self, index: Int | int) -> ir.Value:
         return mgpu.utils.getelementptr(self._pointer, [Int.of(index).value], self._element)

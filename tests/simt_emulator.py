@@ -1,0 +1,278 @@
+"""`moe_pallas.kernels._simt` in NumPy: all threads of a CTA in lockstep, a value an array over them.
+
+It runs the same code as a GPU would, with checks that a GPU has not: an index out of bounds, and a warp whose
+lanes do not all come to a shuffle, are errors. Shared memory begins as garbage. Races it can't show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
+from typing import Any
+
+import numpy as np
+
+NUM_THREADS = 384
+_active = [np.ones(NUM_THREADS, bool)]
+
+
+class _Scalar:
+    dtype: Any
+
+    def __init__(self, value: Any):
+        self.value = np.broadcast_to(np.asarray(value, self.dtype), NUM_THREADS)
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        if isinstance(value, _Scalar):
+            assert isinstance(value, cls)
+            return value
+        if cls.dtype is np.uint32:
+            value %= 2**32
+        return cls(value)
+
+    def _with(self, op: Callable[..., Any], other: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return type(self)(op(self.value, self.of(other).value))
+
+    def _compare(self, op: Callable[..., Any], other: Any) -> Bool:
+        return Bool(op(self.value, self.of(other).value))
+
+    __add__ = partialmethod(_with, np.add)
+    __sub__ = partialmethod(_with, np.subtract)
+    __mul__ = partialmethod(_with, np.multiply)
+    __and__ = partialmethod(_with, np.bitwise_and)
+    __or__ = partialmethod(_with, np.bitwise_or)
+    __xor__ = partialmethod(_with, np.bitwise_xor)
+    __lt__ = partialmethod(_compare, np.less)
+    __le__ = partialmethod(_compare, np.less_equal)
+    __gt__ = partialmethod(_compare, np.greater)
+    __ge__ = partialmethod(_compare, np.greater_equal)
+    equals = partialmethod(_compare, np.equal)
+
+
+class Bool(_Scalar):
+    dtype = np.bool_
+
+    def __invert__(self) -> Bool:
+        return Bool(~self.value)
+
+
+class Int(_Scalar):
+    dtype = np.uint32
+    __floordiv__ = partialmethod(_Scalar._with, np.floor_divide)
+    __lshift__ = partialmethod(_Scalar._with, np.left_shift)
+    __rshift__ = partialmethod(_Scalar._with, np.right_shift)
+
+    def sign_bits(self) -> Int:
+        return Int((self.value.view(np.int32) >> 31).view(np.uint32))
+
+    def as_float(self) -> Float:
+        return Float(self.value.view(np.float32))
+
+
+class Float(_Scalar):
+    dtype = np.float32
+    __truediv__ = partialmethod(_Scalar._with, np.divide)
+
+    def bits(self) -> Int:
+        return Int(self.value.view(np.uint32))
+
+
+def ptx(code: str, changed: dict[str, Int], **given: Int) -> list[Int]:
+    values: dict[str, Any] = {f"%[{k}]": v.value for k, v in (changed | given).items()}
+    for statement in code.strip("{} \n").split(";"):
+        match = re.fullmatch(r"\s*(@(\w+) )?\s*([\w.]+) (.*?)\s*", statement, re.DOTALL)
+        if match is None or match[3] == ".reg":
+            assert match or not statement.strip()
+            continue
+        name, *operands = match[4].split(", ")
+        a, b, *more = [values[x] if x in values else np.uint32(int(x)) for x in operands] + [None]
+        match match[3]:
+            case "setp.lt.u32":
+                new = a < b
+            case "min.u32":
+                new = np.minimum(a, b)
+            case "max.u32":
+                new = np.maximum(a, b)
+            case "mov.b32":
+                new = a
+            case "prmt.b32":
+                chosen = [int(more[0]) >> 4 * i & 7 for i in range(4)]
+                new = sum(
+                    (a >> np.uint32(8 * c) & np.uint32(255)) << np.uint32(8 * i) for i, c in enumerate(chosen)
+                )
+            case _:
+                raise NotImplementedError(statement)
+        values[name] = new if match[2] is None else np.where(values[match[2]], new, values[name])
+    return [Int(values[f"%[{name}]"]) for name in changed]
+
+
+def select(condition: Bool, yes: Any, no: Any) -> Any:
+    kind = type(yes) if isinstance(yes, _Scalar) else type(no)
+    return kind(np.where(condition.value, kind.of(yes).value, kind.of(no).value))
+
+
+def maximum(x: Any, y: Any) -> Any:
+    return x._with(np.maximum if isinstance(x, Int) else np.fmax, y)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    return x._with(np.minimum if isinstance(x, Int) else np.fmin, y)
+
+
+def exp(x: Float) -> Float:
+    with np.errstate(all="ignore"):
+        return Float(np.exp(np.fmin(np.fmax(x.value, -200), 200), dtype=np.float32))
+
+
+def count_bits(x: Int) -> Int:
+    return Int(np.bitwise_count(x.value))
+
+
+def thread_index() -> Int:
+    return Int(np.arange(NUM_THREADS))
+
+
+def cta_barrier() -> None:
+    assert _active[-1].all()
+
+
+def warp_barrier() -> None:
+    _by_warp(Int.of(0))
+
+
+def _by_warp(x: Any) -> np.ndarray:
+    together = _active[-1].reshape(-1, 32)
+    assert (together == together[:, :1]).all(), "not all lanes come here"
+    return x.value.reshape(-1, 32)
+
+
+def warp_max(x: Int) -> Int:
+    return Int(np.repeat(_by_warp(x).max(1), 32))
+
+
+def warp_sum(x: Int) -> Int:
+    return Int(np.repeat(_by_warp(x).sum(1, dtype=np.uint32), 32))
+
+
+def warp_ballot(x: Bool) -> Int:
+    bits = _by_warp(x).astype(np.uint32) << np.arange(32, dtype=np.uint32)
+    return Int(np.repeat(bits.sum(1, dtype=np.uint32), 32))
+
+
+def warp_equals(x: Int) -> Int:
+    same = _by_warp(x)[:, :, None] == _by_warp(x)[:, None, :]
+    bits = same.astype(np.uint32) << np.arange(32, dtype=np.uint32)
+    return Int(bits.sum(2, dtype=np.uint32).ravel())
+
+
+def warp_scan(x: Int, lane: Int) -> Int:
+    return Int(_by_warp(x).cumsum(1, dtype=np.uint32).ravel())
+
+
+def _by_group(x: Float, num_lanes: int, fold: Any) -> Float:
+    groups = _by_warp(x).reshape(-1, num_lanes)
+    with np.errstate(all="ignore"):
+        return Float(np.repeat(fold(groups, axis=1), num_lanes))
+
+
+def warp_float_sum(x: Float, num_lanes: int = 32) -> Float:
+    return _by_group(x, num_lanes, np.sum)
+
+
+def warp_float_max(x: Float, num_lanes: int = 32) -> Float:
+    return _by_group(x, num_lanes, np.max)
+
+
+def warp_take(x: Float, lane: Int) -> Float:
+    return Float(np.take_along_axis(_by_warp(x), _by_warp(lane).astype(np.int64), 1).ravel())
+
+
+class Memory:
+    """One row of elements; ``array`` is written in place."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.size = array.reshape(-1), array.size
+
+    def after(self, count: int) -> Memory:
+        return Memory(self.array[count:])
+
+    def _index(self, index: Any) -> np.ndarray:
+        found = Int.of(index).value.astype(np.int64)
+        assert (found[_active[-1]] < self.size).all(), "out of bounds"
+        return found
+
+    def load(self, index: Any) -> Any:
+        found = np.where(_active[-1], self._index(index), 0)
+        if not self.size:
+            assert not _active[-1].any()
+            return Int.of(0)
+        values = self.array[found]
+        return (
+            Int(values.view(np.uint32)) if self.array.dtype.kind in "iu" else Float(values.astype(np.float32))
+        )
+
+    def load_vector(self, index: Int, width: int) -> list[Any]:
+        assert (index.value[_active[-1]] % width == 0).all(), "not aligned"
+        return [self.load(index + i) for i in range(width)]
+
+    def store(self, index: Any, value: Any) -> None:
+        active, scalar = _active[-1], value if isinstance(value, _Scalar) else Int.of(value)
+        self.array.view(scalar.dtype)[self._index(index)[active]] = scalar.value[active]
+
+    def set_bits(self, index: Any, bits: Int) -> None:
+        active = _active[-1]
+        np.bitwise_or.at(self.array.view(np.uint32), self._index(index)[active], bits.value[active])
+
+
+@contextlib.contextmanager
+def if_(condition: Bool) -> Iterator[None]:
+    _active.append(_active[-1] & condition.value)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def for_range(
+    start: Any, stop: Any, step: Any, carried: Sequence[Any], body: Callable[..., Any]
+) -> list[Any]:
+    index, stop, step, carried = Int.of(start), Int.of(stop), Int.of(step), list(carried)
+    while (_active[-1] & (index < stop).value).any():
+        running = index < stop
+        with if_(running):
+            new = body(index, *carried)
+        carried = [select(running, b, a) for a, b in zip(carried, new, strict=True)]
+        index = index + step
+    return carried
+
+
+# All that a module may have imported of _simt.
+NAMES = [
+    "Bool",
+    "Int",
+    "Float",
+    "Memory",
+    "ptx",
+    "select",
+    "maximum",
+    "minimum",
+    "exp",
+    "count_bits",
+    "thread_index",
+    "cta_barrier",
+    "if_",
+    "for_range",
+    "warp_barrier",
+    "warp_max",
+    "warp_sum",
+    "warp_ballot",
+    "warp_equals",
+    "warp_scan",
+    "warp_float_sum",
+    "warp_float_max",
+    "warp_take",
+]
