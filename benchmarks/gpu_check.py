@@ -171,6 +171,8 @@ def stress(model: str, options: argparse.Namespace) -> None:
                 x, logits = inputs.rows(cell, VARIANTS[name]), jnp.asarray(inputs.logits(cell, 0))
                 layer = _layer(cell, VARIANTS[name])
                 calls.append((cell, functools.partial(layer, x, logits, *inputs.weights[0])))
+        if not calls:
+            continue  # it can do none of them, and was said to
         first = [np.asarray(call()) for _, call in calls]
         order = np.random.default_rng(0).integers(len(calls), size=options.repeats)
         # All queued before the first is looked at, so that calls follow each other without a pause.

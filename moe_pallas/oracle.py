@@ -16,6 +16,7 @@ from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import DeviceInfo, Problem
 
 BACKENDS = ("swap_ab", "xla")
+PORTABLE_BACKENDS = ("xla",)  # run wherever JAX does, on every problem
 
 _assumed: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("assumed_device", default=None)
 

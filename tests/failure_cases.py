@@ -16,10 +16,11 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference, route, xla
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 
-# Every implementation of the same numbers. A new backend is tested by being in BACKENDS.
-IMPLEMENTATIONS = (*BACKENDS, "reference")
+# The implementations that compute anything anywhere. A new one of them is tested by being in
+# PORTABLE_BACKENDS; those of one device have files of their own (test_swap_ab.py).
+IMPLEMENTATIONS = (*PORTABLE_BACKENDS, "reference")
 
 CASES = {
     "A1": "the tail of the contraction was not masked",

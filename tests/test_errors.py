@@ -23,6 +23,7 @@ from moe_pallas import (
     select_backend,
 )
 from moe_pallas.oracle import BACKENDS
+from moe_pallas.spec import H200, DeviceInfo
 from moe_pallas.testing import random_params
 
 SIZES = {"num_experts": 4, "top_k": 2, "hidden_size": 8, "intermediate_size": 6}
@@ -329,7 +330,7 @@ def test_layer_select_backend() -> None:
         MoE(SPEC).select_backend(-1)
     with pytest.raises(TypeError, match=r"num_tokens .*'8'"):
         MoE(SPEC).select_backend("8")
-    with pytest.raises(ValueError, match=r"'cudnn'.*'auto', 'xla'"):
+    with pytest.raises(ValueError, match=r"'cudnn'.*'auto', 'swap_ab', 'xla'"):
         MoE(SPEC, backend="cudnn").select_backend(1)
 
 
@@ -458,12 +459,59 @@ def test_select_backend(name: Any) -> None:
         assert word in str(caught.value)
 
 
-def test_select_backend_answers_with_a_reason() -> None:
-    problem = Problem(spec=SPEC, num_tokens=0, dtype="bfloat16")
-    for name in ("auto", *BACKENDS):
-        selection = select_backend(problem, name)
-        assert selection.backend in BACKENDS
+@pytest.mark.parametrize("name", ["auto", *BACKENDS])
+def test_select_backend_answers_with_a_reason(name: str) -> None:
+    """Tests of what is chosen when are in test_oracle.py."""
+    spec = dataclasses.replace(SPEC, hidden_size=128, intermediate_size=192)
+    for num_tokens in (0, 1, 64):
+        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
+        selection = select_backend(problem, name, device=H200)
+        assert selection.backend in BACKENDS if name == "auto" else selection.backend == name
         assert selection.reason
+
+
+# What swap_ab does not do: words of the refusal, and the problem's and the device's differences.
+CPU = DeviceInfo(platform="cpu", name="cpu")
+REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], DeviceInfo]] = {
+    "on a CPU": (("compute capability 9.0", "Hopper", "got cpu."), {}, CPU),
+    "on another GPU": (
+        ("compute capability 9.0", "got NVIDIA B200 10.0."),
+        {},
+        dataclasses.replace(H200, name="NVIDIA B200", compute_capability="10.0"),
+    ),
+    "float32": (("bfloat16 or float16", "float32"), {"dtype": "float32"}, H200),
+    "D no multiple of 64": (("hidden_size", "64", "160"), {"hidden_size": 160}, H200),
+    "D too small": (("hidden_size", "128", "64"), {"hidden_size": 64}, H200),
+    "F no multiple of 64": (("intermediate_size", "64", "200"), {"intermediate_size": 200}, H200),
+    "F too small": (("intermediate_size", "128", "64"), {"intermediate_size": 64}, H200),
+    "exact GELU": (("GELU", "'geglu'"), {"activation": "geglu"}, H200),
+    "exact GELU without a gate": (("GELU", "'gelu'"), {"activation": "gelu"}, H200),
+}
+
+
+@pytest.mark.parametrize(("words", "differences", "device"), REFUSALS.values(), ids=REFUSALS)
+def test_swap_ab_is_refused(words: tuple[str, ...], differences: dict[str, Any], device: DeviceInfo) -> None:
+    """Asked for, it is an error; otherwise the reason why another backend was chosen."""
+    dtype = {"dtype": "bfloat16"} | {k: v for k, v in differences.items() if k == "dtype"}
+    sizes = {k: v for k, v in differences.items() if k != "dtype"}
+    spec = dataclasses.replace(SPEC, **({"hidden_size": 128, "intermediate_size": 128} | sizes))
+    problem = Problem(spec=spec, num_tokens=1, **dtype)
+    with pytest.raises(UnsupportedError) as caught:
+        select_backend(problem, "swap_ab", device=device)
+    assert (caught.value.backend, caught.value.hint) == ("swap_ab", "backend='xla', or 'auto'.")
+    selection = select_backend(problem, device=device)
+    assert (selection.backend, selection.config) == ("xla", None)
+    assert selection.reason == f"swap_ab: {caught.value.reason}"
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="refused where there is no Hopper GPU")
+def test_swap_ab_is_refused_by_a_call() -> None:
+    given = GOOD_EXPERTS | {"routing": Routing(IDS, WEIGHTS)}
+    for function, good in ((fused_moe, GOOD_MOE), (fused_experts, given)):
+        with pytest.raises(UnsupportedError, match=r"^swap_ab: needs .*Hopper.*backend='xla'"):
+            call(function, **good, backend="swap_ab")
 
 
 def test_unsupported_error_says_who_why_and_what_works() -> None:

@@ -30,13 +30,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference
 from moe_pallas.interop import convert_gate_up
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 from moe_pallas.plan import make_plan
 from moe_pallas.routing import count_experts
 from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 

@@ -35,10 +35,10 @@ from moe_pallas import (
     fused_moe,
     reference,
 )
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 from moe_pallas.testing import random_logits, random_params, random_tokens
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 Arrays = dict[str, Any]
 

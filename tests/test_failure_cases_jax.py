@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)
 
 
 def make_spec(**options: Any) -> MoESpec:

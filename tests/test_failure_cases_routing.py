@@ -21,13 +21,13 @@ from failure_cases import (
 from numpy.typing import ArrayLike, NDArray
 
 from moe_pallas import MoE, MoESpec, load_balance_loss, reference, route, router_z_loss
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 from moe_pallas.plan import make_plan
 from moe_pallas.routing import count_experts
 from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
 
 # route() itself, the reference, and what each backend's fused_moe makes of the logits.
-ROUTERS = ("route", "reference", *BACKENDS)
+ROUTERS = ("route", "reference", *PORTABLE_BACKENDS)
 WITH_IDS = ("route", "reference")
 ALL_SCORINGS = ("softmax", "softmax_after_topk", "sigmoid")
 

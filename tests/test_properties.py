@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference, route, xla
-from moe_pallas.oracle import BACKENDS
+from moe_pallas.oracle import PORTABLE_BACKENDS
 from moe_pallas.plan import make_plan
 from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
 
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)
 
 # The same examples in every run. Where one example is one compilation there are fewer of them.
 compiled_once = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
