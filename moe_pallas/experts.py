@@ -1,7 +1,7 @@
 """The public operations: `fused_moe` from router logits, `fused_experts` from a routing of the caller's.
 
 Inputs are checked here, once, the same for every backend; padding is cut off here, so that backends see
-only real tokens and dropped ids; then the oracle is asked. Gradients of the kernels are the portable backend's.
+only real tokens and dropped ids; then the oracle is asked. A kernel's gradients are the portable backend's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_pallas import xla
+from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
 from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
@@ -215,7 +216,7 @@ def _swap_ab_moe(
     spec: MoESpec,
     selection: Selection,
 ) -> jax.Array:
-    from moe_pallas.kernels import swap_ab  # noqa: PLC0415  Pallas is imported when a kernel is used
+    from moe_pallas.kernels import swap_ab  # Pallas is imported when a kernel is used
 
     if not swap_ab.routes(spec, math.prod(x.shape[:-1])):
         routing = _route_real(logits, correction_bias, mask, spec)
@@ -223,11 +224,15 @@ def _swap_ab_moe(
     # The kernel takes the count itself: no mask needs to be made for it.
     real = None if mask is None else mask.reshape(-1).astype(jnp.int32)
     if count is not None:
-        real = _int32_in(count, 0, 2**31 - 1).reshape(1)
+        number = count if isinstance(count, jax.Array) else np.asarray(count)
+        # An int32 as it is, below 0 or not: clipping it would be a launch of its own.
+        real = jnp.reshape(number if number.dtype == np.int32 else _int32_in(number, 0, 2**31 - 1), 1)
+
+    config = _config(selection)
 
     def kernel(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
         return swap_ab.fused_moe(
-            x, logits, w13, w2, b13, b2, spec, config=selection.config, correction_bias=bias, real=real
+            x, logits, w13, w2, b13, b2, spec, config=config, correction_bias=bias, real=real
         )
 
     def portable(
@@ -253,19 +258,26 @@ def _swap_ab_experts(
     spec: MoESpec,
     selection: Selection,
 ) -> jax.Array:
-    from moe_pallas.kernels import swap_ab  # noqa: PLC0415
+    from moe_pallas.kernels import swap_ab
 
     if mask is not None:
         routing = drop_masked(routing, mask)
 
+    config = _config(selection)
+
     def kernel(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
-        return swap_ab.fused_experts(x, routing, w13, w2, b13, b2, spec, config=selection.config)
+        return swap_ab.fused_experts(x, routing, w13, w2, b13, b2, spec, config=config)
 
     def portable(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
         return xla.fused_experts(x, routing, w13, w2, b13, b2, spec).astype(x.dtype)
 
     y = _with_gradient(kernel, portable)(_rows(x), Routing(*map(_rows, routing)), w13, w2, b13, b2)
     return y.reshape(x.shape)
+
+
+def _config(selection: Selection) -> SwapABConfig:
+    assert selection.config is not None, selection
+    return selection.config
 
 
 def _with_gradient(kernel: Callable[..., jax.Array], portable: Callable[..., jax.Array]) -> Any:

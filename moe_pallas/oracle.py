@@ -11,7 +11,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-from moe_pallas.configs.schema import SwapABConfig, default_swap_ab
+from moe_pallas.configs.heuristics import default_swap_ab
+from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import DeviceInfo, Problem
 
@@ -92,7 +93,7 @@ def _too_many_tokens(problem: Problem) -> str | None:
     """Why swap_ab should not do this: an expert's weights would be read again for every 64 tokens."""
     tokens = problem.num_tokens * problem.spec.top_k / problem.spec.num_experts
     if tokens > _MOST_TOKENS_PER_EXPERT:
-        return f"{tokens:.0f} tokens an expert are more than {_MOST_TOKENS_PER_EXPERT}, up to which it is fastest."
+        return f"{tokens:.0f} tokens an expert are too many, it is fastest up to {_MOST_TOKENS_PER_EXPERT}."
     return None
 
 
@@ -111,7 +112,7 @@ def current_device() -> DeviceInfo:
     """Describe the device that JAX would run on now, or the one assumed by `assume_device`."""
     if (assumed := _assumed.get()) is not None:
         return assumed
-    import jax  # noqa: PLC0415  the oracle itself needs no JAX
+    import jax  # the oracle itself needs no JAX
 
     default = jax.config.jax_default_device
     device = default if isinstance(default, jax.Device) else jax.devices(default)[0]

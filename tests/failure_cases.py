@@ -90,7 +90,6 @@ CASES = {
 # Cases about what is not there yet; each one becomes a test when that is added.
 NOT_YET = {
     "D9": "there is no capacity mode; D7 tests that a row without any live slot is exactly 0",
-    "L7": "there is no Pallas kernel to interpret",
     "L9": "there is no expert parallelism",
     "L10": "there is no expert parallelism; D10 tests that the parts of disjoint sets of experts add up",
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aot
 import jax
@@ -16,7 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas import MoESpec, fused_moe
+from benchmarks.cases import MODELS
+from moe_pallas import MoE, MoESpec, Problem, fused_moe
+from moe_pallas.configs.schema import default_swap_ab
+from moe_pallas.oracle import assume_device
+from moe_pallas.spec import H200
 
 pytestmark = pytest.mark.aot
 
@@ -112,6 +118,55 @@ def layer_case(name: str, spec: MoESpec, num_tokens: int, **limits: int) -> aot.
     )
 
 
+def on_h200(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """Trace as if the H200 were there."""
+    with assume_device(H200):
+        return function(*args)
+
+
+def apply_layer(params: dict[str, jax.Array], x: jax.Array, *, spec: MoESpec) -> jax.Array:
+    return MoE(spec, backend="swap_ab").apply(params, x)
+
+
+def swap_ab_temp_bytes(spec: MoESpec, num_tokens: int) -> int:
+    """Upper bound: h, the slots' results and parts, as the configuration says; 1 KiB of alignment each."""
+    problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
+    config = default_swap_ab(problem)
+    rows = config.max_rows(problem)
+    h = 2 * rows * spec.intermediate_size
+    slots = 4 * config.down_splits * rows * spec.hidden_size
+    parts = 4 * config.max_up_items(problem) * 128 * config.block_m
+    return h + slots + (parts if config.up_splits > 1 else 0) + 3 * 1024
+
+
+def swap_ab_case(model: str, num_tokens: int) -> aot.Case:
+    """One launch: routing, both products and the combine."""
+    case = layer_case("", MODELS[model], num_tokens, max_launches=1)
+    return replace(
+        case,
+        name=f"swap_ab-{model}-{num_tokens}",
+        function=functools.partial(on_h200, functools.partial(case.function, backend="swap_ab")),
+        kernels=("swap_ab",),
+        max_registers=168,  # 65536 for 384 threads
+        max_temp_bytes=swap_ab_temp_bytes(MODELS[model], num_tokens),
+    )
+
+
+def swap_ab_layer_case(num_tokens: int) -> aot.Case:
+    """The router's product around it, and what XLA makes of it."""
+    spec = MODELS["qwen3-30b-a3b"]
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in spec.param_shapes.items()}
+    case = swap_ab_case("qwen3-30b-a3b", num_tokens)
+    return replace(
+        case,
+        name=f"swap_ab-layer-{num_tokens}",
+        function=functools.partial(on_h200, functools.partial(apply_layer, spec=spec)),
+        args=(params, case.args[0]),
+        max_launches=4,
+        max_temp_bytes=case.max_temp_bytes + 4 * num_tokens * spec.num_experts + 5_000_000,
+    )
+
+
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
 
 CASES = [
@@ -140,6 +195,10 @@ CASES = [
     ),
     layer_case("xla-qwen3_30b-1", QWEN3_30B, 1, max_launches=40, max_temp_bytes=60_000_000),
     layer_case("xla-qwen3_30b-64", QWEN3_30B, 64, max_launches=80, max_temp_bytes=300_000_000),
+    *(swap_ab_case(model, num_tokens) for model in MODELS for num_tokens in (1, 8, 64)),
+    swap_ab_case("qwen3-30b-a3b", 256),
+    swap_ab_layer_case(1),
+    swap_ab_layer_case(64),
 ]
 
 

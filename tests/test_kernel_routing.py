@@ -15,7 +15,8 @@ import simt_emulator
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas import MoESpec, Scoring, WeightOn, route
+from moe_pallas import MoESpec, Scoring, route
+from moe_pallas.configs.lists import list_sizes, supports_ids, supports_logits
 from moe_pallas.kernels import _choice, _routing, _simt
 
 CTAS = 3  # each writes out its own lists, which must be the same
@@ -50,15 +51,14 @@ def run_phase(
 ) -> _routing.Lists:
     """Run the phase alone, by ids if there are any, else by logits; the lists of each CTA."""
     lists, scratch = _routing.list_scratch(num_tokens, spec, block_m)
-    shapes = [x for x in lists if x is not None]
-    names = [name for name, x in zip(lists._fields, lists, strict=True) if x is not None]
+    shapes = list(lists)
     given = list(inputs)
 
     def body(*refs: Any) -> None:
         arguments = dict(zip(given, refs, strict=False))
-        outputs = refs[len(given) :][: len(names)]
-        *parts, words = refs[len(given) + len(names) :]
-        found = _routing.Lists(**({"weight_of": None} | dict(zip(names, parts, strict=True))))
+        outputs = refs[len(given) :][: len(shapes)]
+        *parts, words = refs[len(given) + len(shapes) :]
+        found = _routing.Lists(*parts)
         statics: Any = {"spec": spec, "num_tokens": num_tokens, "block_m": block_m}
         if "ids" in arguments:
             _routing.route_ids(arguments["ids"], arguments["weights"], found, words, **statics)
@@ -79,7 +79,7 @@ def run_phase(
         scratch_types=[*shapes, scratch],
         kernel_name="routing_phase",
     )(*inputs.values())
-    return _routing.Lists(**({"weight_of": None} | dict(zip(names, outputs, strict=True))))
+    return _routing.Lists(*outputs)
 
 
 # Without a GPU
@@ -131,13 +131,13 @@ def test_it_fits_in_the_registers(h200: aot.Compiler, num_experts: int, top_k: i
     ],
 )
 def test_what_it_declines(spec: MoESpec, num_tokens: int, reason: str) -> None:
-    assert reason in str(_routing.supports(spec, num_tokens))
+    assert reason in str(supports_logits(spec, num_tokens))
 
 
-def test_given_weights_on_the_input_are_declined() -> None:
+def test_weights_on_the_input_are_declined() -> None:
     spec = make_spec(8, 2, weight_on="input")
-    assert _routing.supports(spec, 1) is None
-    assert "weight_on" in str(_routing.supports_ids(spec, 1))
+    for supports in (supports_logits, supports_ids):
+        assert "weight_on" in str(supports(spec, 1))
 
 
 @pytest.mark.parametrize("block_m", [8, 16, 32, 64])
@@ -145,7 +145,7 @@ def test_given_weights_on_the_input_are_declined() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 64, 70])
 def test_the_lists_are_long_enough(num_experts: int, top_k: int, num_tokens: int, block_m: int) -> None:
     spec, rng = make_spec(num_experts, top_k), np.random.default_rng(num_tokens)
-    sizes = _routing.list_sizes(num_tokens, spec, block_m)
+    sizes = list_sizes(num_tokens, spec, block_m)
     assert sizes.max_blocks <= min(num_experts, sizes.max_slots) + sizes.max_slots // block_m
     assert num_tokens > block_m or sizes.max_blocks == min(num_experts, sizes.max_slots)
     for ids in [np.arange(num_tokens * top_k).reshape(num_tokens, top_k) % num_experts] + [
@@ -185,20 +185,18 @@ def make_lists(ids: np.ndarray, weights: np.ndarray, spec: MoESpec, block_m: int
         "row_of_slot": [-1 if e < 0 else rows[place[e, t][0]] + place[e, t][1] for e, t in slots],
         "block_of_slot": [place[e, t][0] for e, t in slots if e >= 0],
         "weight_of_slot": np.where(ids < 0, 0, weights).ravel(),
-        "weight_of": [weights[t, ids[t].tolist().index(e)] for e, tokens in blocks for t in tokens],
     }
 
 
 def in_use(lists: _routing.Lists, cta: int, ids: np.ndarray) -> dict[str, np.ndarray]:
     """The parts of a CTA's lists that are in use."""
-    found = {name: np.asarray(x)[cta] for name, x in lists._asdict().items() if x is not None}
+    found = {name: np.asarray(x)[cta] for name, x in lists._asdict().items()}
     found["num_blocks"] = found["num_blocks"][:1]
     blocks = int(found["num_blocks"][0])
     for name in ("block_expert", "block_row", "block_first", "block_size"):
         found[name] = found[name][:blocks]
     tokens = int(found["block_size"].sum())
-    for name in found.keys() & {"token_of", "weight_of"}:
-        found[name] = found[name][:tokens]
+    found["token_of"] = found["token_of"][:tokens]
     found["block_of_slot"] = found["block_of_slot"][ids.ravel() >= 0]
     return found
 
@@ -280,8 +278,8 @@ KINDS = ["random", "ties", "special", "one_hot"]
 CASES = [
     *[(spec, tokens, 8) for spec in (make_spec(*size) for size in BENCHMARKED) for tokens in (1, 8, 64)],
     (make_spec(128, 8), 13, 16),
-    (make_spec(8, 2, weight_on="input"), 64, 32),
-    (make_spec(128, 8, weight_on="input"), 1, 8),
+    (make_spec(8, 2), 64, 32),
+    (make_spec(128, 8), 1, 8),
     (make_spec(1, 1), 1, 8),
     (make_spec(1, 1), 40, 64),
     (make_spec(7, 3), 33, 8),
@@ -379,7 +377,6 @@ def test_given_ids(run: Any, num_experts: int, top_k: int, num_tokens: int, bloc
 @pytest.mark.parametrize(("num_experts", "top_k", "num_tokens"), [(128, 8, 1), (128, 8, 64), (512, 10, 64)])
 def test_calls_repeat_bitwise(num_experts: int, top_k: int, num_tokens: int) -> None:
     spec = make_spec(num_experts, top_k)
-    assert spec.weight_on is WeightOn.OUTPUT
     run = jax.jit(functools.partial(run_phase, spec=spec, num_tokens=num_tokens, block_m=8, ctas=132))
     logits = some_logits("random", num_tokens, num_experts)
     ids, _ = expected_routing(logits, spec, None)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from moe_pallas.configs.lists import is_softmax_of_all, is_softmax_of_chosen, row_words
 from moe_pallas.kernels._simt import (
     Bool,
     Float,
@@ -65,11 +66,6 @@ class Choices(NamedTuple):
     expert: Int
     weight: Float
     is_real: Bool
-
-
-def row_words(spec: MoESpec) -> int:
-    """Count the words that the router keeps of each token: of its logits, the largest and the sum of exp."""
-    return 2 if spec.correction_bias or _is_softmax_of_all(spec) else 0
 
 
 class Router:
@@ -201,7 +197,7 @@ class Router:
         if row_words(self._spec):
             best = _logit(warp_max(_largest(keys)))
             total = Float.of(1.0)
-            if _is_softmax_of_all(self._spec):
+            if is_softmax_of_all(self._spec):
                 terms = [self._if_expert(i, exp(x - best), 0.0) for i, x in enumerate(logits)]
                 total = warp_float_sum(_tree(lambda x, y: x + y, terms))
             with if_(self._lane.equals(0) & exists):
@@ -285,7 +281,7 @@ class Router:
             best = self._rows.load(token * 2).as_float()
             total = self._rows.load(token * 2 + 1).as_float()
         some = best > -math.inf
-        if _is_softmax_of_chosen(spec):
+        if is_softmax_of_chosen(spec):
             if self._bias is not None:
                 included = included & (logit + self._bias.load(expert) > -math.inf)  # what route goes by
                 best = warp_float_max(select(included, logit, -math.inf), lanes_each)
@@ -299,19 +295,6 @@ class Router:
         if spec.routed_scaling_factor != 1.0:
             weight = weight * spec.routed_scaling_factor
         return Choices(token, slot, in_use, expert, weight, is_real)
-
-
-def _is_softmax_of_chosen(spec: MoESpec) -> bool:
-    """Are the weights a softmax over the chosen logits?"""
-    if spec.scoring is Scoring.SOFTMAX:
-        # Renormalised, the sum over all experts cancels, and 1e-20 of it is nothing beside the largest term,
-        # 1, which is among the chosen if the choice is by logits.
-        return spec.renormalize and not spec.correction_bias
-    return spec.scoring is Scoring.SOFTMAX_AFTER_TOPK
-
-
-def _is_softmax_of_all(spec: MoESpec) -> bool:
-    return spec.scoring is Scoring.SOFTMAX and not _is_softmax_of_chosen(spec)
 
 
 def _clean(logit: Float) -> Float:

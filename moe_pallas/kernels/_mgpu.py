@@ -43,7 +43,9 @@ def num_sms() -> int:
 
 def operand_transforms(dtype: Any) -> tuple[Any, ...]:
     """Layout of a WGMMA operand in shared memory: 8 rows of 128 bytes to a swizzled tile."""
-    return (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+    tiling: Any = plgpu.TilingTransform  # abstract to type checkers
+    swizzle: Any = plgpu.SwizzleTransform
+    return (tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128))
 
 
 def new_flags(count: int) -> np.ndarray:
@@ -133,7 +135,7 @@ def raise_flag(flags_gmem: Any, index: jax.Array, epoch_smem: Any) -> None:
 def await_flags(
     flags_gmem: Any, first: jax.Array, count: jax.Array, epoch_smem: Any, *, warpgroup: int
 ) -> None:
-    """Wait until the flags first … first + count - 1 are up; thread i of the warpgroup watches every 128th."""
+    """Wait until flags first … first + count - 1 are up; each thread watches every 128th."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType()))
     def wait(ctx: Any, flags: Any, first: Any, count: Any, epoch: Any) -> None:
@@ -233,7 +235,7 @@ def gather_rows(
 
 
 def await_gather(pending: int, *, interpret: bool) -> None:
-    """Wait until all but the last ``pending`` gathers of this warpgroup are in shared memory, for WGMMA too."""
+    """Wait until all but the last ``pending`` gathers are in shared memory, for WGMMA to see."""
     if interpret:
         return
 
@@ -246,48 +248,115 @@ def await_gather(pending: int, *, interpret: bool) -> None:
     wait()
 
 
+def load_column(
+    ref: Any,
+    row: jax.Array,
+    column: jax.Array,
+    *,
+    stride: int,
+    num_rows: int,
+    width: int,
+    interpret: bool,
+) -> jax.Array:
+    """``value[i, j] = ref[row, column + stride * i]`` as float32, beside a (64, width) accumulator.
+
+    0 from i = num_rows on.
+    """
+    if interpret:
+        values = [ref[row, column + stride * i].astype(jnp.float32) for i in range(num_rows)]
+        return jnp.broadcast_to(jnp.pad(jnp.stack(values), (0, 64 - num_rows))[:, None], (64, width))
+    row_length, itemsize = ref.shape[1], jnp.dtype(ref.dtype).itemsize
+    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[jnp.dtype(ref.dtype).name]
+    convert = {
+        "f32": "mov.b32 $0, h;",
+        "f16": "cvt.f32.f16 $0, h;",
+        "bf16": "mov.b16 z, 0; mov.b32 $0, {z, h};",  # the upper half of a float32
+    }[dtype]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def load(ctx: Any, ref: Any, row: Any, column: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), f32)
+        pairs = []
+        for upper in (0, 8):
+            value = llvm.inline_asm(
+                f32,
+                [_address(ref), _value(row), _value(column)],
+                f"""{{ .reg .pred p; .reg .b32 t, l; .reg .b{8 * itemsize} h; .reg .b16 z; .reg .b64 a;
+                mov.u32 t, %tid.x; and.b32 l, t, 31; shr.u32 l, l, 2; shr.u32 t, t, 5; and.b32 t, t, 3;
+                mad.lo.s32 t, t, 16, l; add.s32 t, t, {upper}; setp.lt.s32 p, t, {num_rows};
+                mad.lo.s32 t, t, {stride}, $3; mul.wide.s32 a, $2, {row_length * itemsize};
+                add.s64 a, a, $1; mad.wide.s32 a, t, {itemsize}, a;
+                mov.b{8 * itemsize} h, 0; @p ld.global.b{8 * itemsize} h, [a]; {convert} }}""",
+                "=f,l,r,r,~{memory}",
+                has_side_effects=True,
+            )
+            both = llvm.mlir_undef(pair)
+            for half in range(2):
+                both = llvm.insertelement(both, value, mgpu.utils.c(half, i32))
+            pairs.append(both)
+        layout = mgpu.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((64, width)), dtype=object)
+        registers.flat = pairs * (width // 8)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref, row, column)
+
+
 def store_columns(
-    ref: Any, value: jax.Array, row: jax.Array, col: jax.Array, size: jax.Array, *, interpret: bool
+    ref: Any,
+    value: jax.Array,
+    row: jax.Array,
+    column: jax.Array,
+    size: jax.Array,
+    *,
+    num_rows: int,
+    interpret: bool,
 ) -> None:
-    """``ref[row + j, col + i] = value[i, j]`` for the first ``size`` columns j of a (64, n) accumulator."""
+    """``ref[row + j, column + i] = value[i, j]`` of a (64, n) accumulator, for j < size and i < num_rows."""
     if interpret:
         n = value.shape[1]
-        keep = lax.broadcasted_iota(jnp.int32, (n, 64), 0) < size
-        at = (pl.ds(row, n), pl.ds(col, 64))
-        ref[at] = jnp.where(keep, value.T, ref[at])
+        keep = lax.broadcasted_iota(jnp.int32, (n, num_rows), 0) < size
+        at = (pl.ds(row, n), pl.ds(column, num_rows))
+        ref[at] = jnp.where(keep, value[:num_rows].T, ref[at])
         return
     row_length = ref.shape[1]
     itemsize = jnp.dtype(value.dtype).itemsize
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
-    def store(ctx: Any, ref: Any, value: Any, row: Any, col: Any, size: Any) -> None:
+    def store(ctx: Any, ref: Any, value: Any, row: Any, column: Any, size: Any) -> None:
         # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, ...): for each
         # column, 8 lanes write 8 neighbours.
-        registers, stores = {}, []
+        registers: dict[str, ir.Value] = {}
+        stores = []
         for index, register in enumerate(value.registers.flat):
             registers |= {f"v{index}_{half}": bits for half, bits in enumerate(_halves(register, itemsize))}
         for j in range(value.shape[1] // 8):
             for half in range(2):
-                stores.append(f"add.s32 t, c, {8 * j + half}; setp.lt.s32 p, t, %[size];")
+                stores.append(f"setp.gt.s32 p, s, {8 * j + half}; and.pred r0, q0, p; and.pred r1, q1, p;")
                 for i in range(2):
                     offset = itemsize * ((8 * j + half) * row_length + 8 * i)
                     bits = f"%[v{2 * j + i}_{half}]"
-                    stores.append(f"@p st.global.b{8 * itemsize} [a+{offset}], {bits};")
+                    stores.append(f"@r{i} st.global.b{8 * itemsize} [a+{offset}], {bits};")
         _ptx(
-            f"""{{ .reg .pred p; .reg .b32 t, l, c; .reg .b64 a;
-            mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 c, l, 3; shl.b32 c, c, 1;
-            add.s32 t, %[row], c; mul.wide.s32 a, t, {itemsize * row_length}; add.s64 a, a, %[ref];
-            shr.u32 l, l, 2; mov.u32 t, %tid.x; shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4;
-            add.s32 t, t, l; add.s32 t, t, %[col]; mad.wide.s32 a, t, {itemsize}, a;
+            f"""{{ .reg .pred p, q0, q1, r0, r1; .reg .b32 t, l, c, s; .reg .b64 a;
+            mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 c, l, 3; shl.b32 c, c, 1; sub.s32 s, %[size], c;
+            shr.u32 l, l, 2; shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4; add.s32 t, t, l;
+            setp.lt.s32 q0, t, {num_rows}; setp.lt.s32 q1, t, {num_rows - 8};
+            add.s32 c, c, %[row]; mul.wide.s32 a, c, {itemsize * row_length}; add.s64 a, a, %[ref];
+            add.s32 t, t, %[column]; mad.wide.s32 a, t, {itemsize}, a;
             {" ".join(stores)} }}""",
             ref=_address(ref),
             row=_value(row),
-            col=_value(col),
+            column=_value(column),
             size=_value(size),
             **registers,
         )
 
-    store(ref, value, row, col, size)
+    store(ref, value, row, column, size)
 
 
 def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:

@@ -18,13 +18,14 @@ Lists (`Lists` says what they hold; B blocks, S = T · top_k slots, `list_sizes`
 
     num_blocks                                              4 words
     block_expert, block_row, block_first, block_size        B each
-    token_of, row_of_slot, block_of_slot, weight_of_slot    S each; weight_of too if weights go on the input
+    token_of, row_of_slot, block_of_slot, weight_of_slot    S each
     scratch                                                 E · (ceil(T / 32) + 2) + 24 (one token: none),
                                                             and `row_words` · T
 
-each rounded up to 1024 bytes (`smem_bytes`).
+each rounded up to 1024 bytes (`moe_pallas.configs.lists.list_bytes`).
 
-Limits: 3 warpgroups; T <= 256, E <= 1536, top_k <= 32, no expert groups (`supports`).
+Limits: 3 warpgroups; T <= 256, E <= 1536, top_k <= 32, no expert groups, weights on the output
+(`moe_pallas.configs.lists`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas.kernels._choice import NONE, Choices, Router, row_words
+from moe_pallas.configs.lists import NUM_WARPS, list_sizes, scratch_words, supports_ids, supports_logits
+from moe_pallas.kernels._choice import NONE, Choices, Router
 from moe_pallas.kernels._simt import (
     Bool,
     Float,
@@ -54,12 +56,9 @@ from moe_pallas.kernels._simt import (
     warp_scan,
     warp_sum,
 )
-from moe_pallas.spec import MoESpec, WeightOn
+from moe_pallas.spec import MoESpec
 
-NUM_THREADS = 384  # of the CTA, all of which take part
-_NUM_WARPS = NUM_THREADS // 32
-_MAX_TOKENS, _MAX_EXPERTS, _MAX_TOP_K = 256, 1536, 32
-_ALIGNMENT = 1024  # bytes, of every Pallas allocation in shared memory
+NUM_THREADS = 32 * NUM_WARPS
 
 
 class Lists(NamedTuple):
@@ -77,7 +76,6 @@ class Lists(NamedTuple):
       row_of_slot: (S,). Row of a slot, -1 if it is dropped.
       block_of_slot: (S,). Block of a slot; anything if it is dropped.
       weight_of_slot: (S,) float32. Routing weight, 0 if the slot is dropped.
-      weight_of: (S,) float32. Routing weights in the order of ``token_of``; None unless they go on the INPUT.
     """
 
     num_blocks: Any
@@ -89,32 +87,6 @@ class Lists(NamedTuple):
     row_of_slot: Any
     block_of_slot: Any
     weight_of_slot: Any
-    weight_of: Any | None
-
-
-class ListSizes(NamedTuple):
-    """Upper bounds for any routing of so many tokens.
-
-    Attributes:
-      max_blocks: Blocks.
-      max_rows: Rows, with each block rounded up to a multiple of 8.
-      max_slots: Slots, S = T · top_k.
-    """
-
-    max_blocks: int
-    max_rows: int
-    max_slots: int
-
-
-def list_sizes(num_tokens: int, spec: MoESpec, block_m: int) -> ListSizes:
-    """Bound the lists: at most min(E, S) experts have tokens, none more than T, all together at most S."""
-    slots = num_tokens * spec.top_k
-    active = min(spec.num_experts, slots)
-
-    def pieces(size: int) -> int:
-        return min(active * -(-num_tokens // size), (slots + (size - 1) * active) // size)
-
-    return ListSizes(max_blocks=pieces(block_m), max_rows=8 * pieces(8), max_slots=slots)
 
 
 def list_scratch(num_tokens: int, spec: MoESpec, block_m: int) -> tuple[Lists, Any]:
@@ -137,52 +109,8 @@ def list_scratch(num_tokens: int, spec: MoESpec, block_m: int) -> tuple[Lists, A
         row_of_slot=by_slot,
         block_of_slot=by_slot,
         weight_of_slot=weights,
-        weight_of=weights if spec.weight_on is WeightOn.INPUT else None,
     )
-    return lists, plgpu.SMEM((_scratch_words(num_tokens, spec),), jnp.int32)
-
-
-def smem_bytes(num_tokens: int, spec: MoESpec, block_m: int) -> int:
-    """Count the shared memory that `list_scratch` asks for, alignment included."""
-    blocks, _, slots = list_sizes(num_tokens, spec, block_m)
-    by_slot = 5 if spec.weight_on is WeightOn.INPUT else 4
-    words = [4, *[blocks] * 4, *[slots] * by_slot, _scratch_words(num_tokens, spec)]
-    return sum(-(-4 * n // _ALIGNMENT) * _ALIGNMENT for n in words)
-
-
-def _scratch_words(num_tokens: int, spec: MoESpec) -> int:
-    """A bit for each expert and token, two words for each expert and each warp, and what the router keeps."""
-    kept = row_words(spec) * num_tokens
-    if num_tokens == 1:
-        return max(1, kept)
-    return (-(-num_tokens // 32) + 2) * spec.num_experts + 2 * _NUM_WARPS + kept
-
-
-def supports(spec: MoESpec, num_tokens: int) -> str | None:
-    """Say why the phase can't route these tokens by their logits; None if it can."""
-    if spec.num_expert_groups > 1:
-        return f"num_expert_groups={spec.num_expert_groups}: experts are chosen without groups only"
-    return _too_large(spec, num_tokens)
-
-
-def supports_ids(spec: MoESpec, num_tokens: int) -> str | None:
-    """Say why the phase can't make lists of given ids; None if it can."""
-    if spec.weight_on is WeightOn.INPUT:
-        return "weight_on='input': ids may name an expert twice, with two weights, and its row has one"
-    return _too_large(spec, num_tokens)
-
-
-def _too_large(spec: MoESpec, num_tokens: int) -> str | None:
-    for name, value, most in (
-        ("num_experts", spec.num_experts, _MAX_EXPERTS),
-        ("top_k", spec.top_k, _MAX_TOP_K),
-        ("num_tokens", num_tokens, _MAX_TOKENS),
-    ):
-        if value > most:
-            return f"{name}={value} is more than {most}"
-    if num_tokens < 1:
-        return "num_tokens=0: there is nothing to route"
-    return None
+    return lists, plgpu.SMEM((scratch_words(num_tokens, spec),), jnp.int32)
 
 
 def route_logits(
@@ -209,7 +137,7 @@ def route_logits(
       num_tokens: T.
       block_m: Most tokens of a block: 8, 16, 32 or 64.
     """
-    assert supports(spec, num_tokens) is None, supports(spec, num_tokens)
+    assert supports_logits(spec, num_tokens) is None, supports_logits(spec, num_tokens)
     assert (correction_bias_ref is not None) == spec.correction_bias
 
     def phase(given: dict[str, Memory]) -> None:
@@ -217,7 +145,7 @@ def route_logits(
         router = Router(
             spec,
             num_tokens,
-            _NUM_WARPS,
+            NUM_WARPS,
             given["logits"],
             given.get("bias"),
             given.get("real"),
@@ -312,7 +240,7 @@ class _Work:
         self.starts = self.mask_words * spec.num_experts
         self.firsts = self.starts + spec.num_experts
         self.sums = self.firsts + spec.num_experts
-        self.rows = self.scratch.after(0 if num_tokens == 1 else self.sums + 2 * _NUM_WARPS)
+        self.rows = self.scratch.after(0 if num_tokens == 1 else self.sums + 2 * NUM_WARPS)
 
     def clear_masks(self) -> None:
         """Forget all tokens."""
@@ -366,8 +294,6 @@ class _Work:
         with if_(leads):
             self._list_block(block, expert, block * 8, block, Int.of(1))
             lists.token_of.store(block, 0)
-            if lists.weight_of is not None:
-                lists.weight_of.store(block, weight)
         with if_(lane.equals(0)):
             lists.num_blocks.store(0, count_bits(leaders))
 
@@ -402,12 +328,12 @@ class _Work:
         upto = [warp_scan(x, self.lane) for x in own]
         with if_(self.lane.equals(31)):
             for i, x in enumerate(upto):
-                scratch.store(self.warp + (self.sums + i * _NUM_WARPS), x)
+                scratch.store(self.warp + (self.sums + i * NUM_WARPS), x)
         cta_barrier()
-        lane = minimum(self.lane, _NUM_WARPS - 1)
+        lane = minimum(self.lane, NUM_WARPS - 1)
         before = []
         for i in range(2):
-            below = select(self.lane < self.warp, scratch.load(lane + (self.sums + i * _NUM_WARPS)), 0)
+            below = select(self.lane < self.warp, scratch.load(lane + (self.sums + i * NUM_WARPS)), 0)
             before.append(warp_sum(below))
         place, first = (b + u - o for b, u, o in zip(before, upto, own, strict=True))
         for i in range(each):
@@ -440,8 +366,6 @@ class _Work:
             lists.row_of_slot.store(slot, row)
             lists.block_of_slot.store(slot, block)
             lists.token_of.store(first, token)
-            if lists.weight_of is not None:
-                lists.weight_of.store(first, lists.weight_of_slot.load(slot))
             with if_((below & (self.block_m - 1)).equals(0)):
                 self._list_block(block, expert, row, first, minimum(count - below, self.block_m))
         return []

@@ -27,9 +27,9 @@ across items and GEMMs. Barriers in shared memory:
     drawn     1          consumer, launch number is known    tokens
 
 Between CTAs there are flags in global memory (`moe_pallas.kernels._mgpu`): one for each item of the first
-GEMM and one for each CTA. An item waits only for items with lower numbers, and every CTA works through its
-items in order, so nobody waits in a circle as long as all CTAs are resident: the grid is no larger than the
-number of SMs, and a CTA fits on an SM. A wait that takes seconds is a fault and ends the kernel with an error.
+GEMM and one for each CTA. An item waits only for items with lower numbers, and every CTA takes its items in
+order, so nobody waits in a circle as long as all CTAs are resident: the grid is no larger than the number of
+SMs, and a CTA fits on an SM. A wait that takes seconds is a fault and ends the kernel with an error.
 
 Every number is computed by the same instructions in the same order whatever else is in the batch: results are
 bitwise repeatable and, for one configuration, independent of the other tokens.
@@ -52,6 +52,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.activations import activate_branches
+from moe_pallas.configs.lists import supports_ids, supports_logits
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _routing
 from moe_pallas.plan import BlockPlan, make_blocks
@@ -59,7 +60,7 @@ from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
 _CONSUMER, _WEIGHTS, _TOKENS = range(3)  # warpgroups
-_HALF = 64  # weight rows of one WGMMA
+_HALF = SwapABConfig.HALF
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 72
@@ -71,7 +72,7 @@ class _Operands(NamedTuple):
     x: Any  # (T, D)
     w13: Any  # (E, 2, F, D), (E, F, 2, D) or (E, F, D)
     w2: Any  # (E, D, F)
-    b13: Any = None  # as w13 without D
+    b13: Any = None  # (E, 2F) or (E, F)
     b2: Any = None  # (E, D)
     flags: Any = None
     plan: BlockPlan | None = None
@@ -154,7 +155,7 @@ class _Launch:
     def _route(self) -> Any:
         """Find out where tokens go: given as a plan, or written to shared memory by this CTA."""
         operands, lists = self.operands, self.scratch.lists
-        statics = {"spec": self.spec, "num_tokens": self.num_tokens, "block_m": self.config.block_m}
+        statics: Any = {"spec": self.spec, "num_tokens": self.num_tokens, "block_m": self.config.block_m}
         if operands.plan is not None:
             return operands.plan
         if operands.logits is not None:
@@ -219,22 +220,50 @@ class _Launch:
 
     def down_row(self, tile: jax.Array) -> jax.Array:
         """First column of y that a tile makes."""
-        return jnp.minimum(tile * self.config.BLOCK_N, self.spec.hidden_size - self.config.BLOCK_N)
+        width = self.config.down_width()
+        return jnp.minimum(tile * width, self.spec.hidden_size - width)
 
-    def up_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Where the two halves of a tile's weight rows stand in w13 and b13: gate and up, or one branch."""
-        row = self.up_row(tile)
-        rows = pl.ds(row, _HALF)
+    def up_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], ...]:
+        """Where the two halves of a tile stand in w13: gate and up, or two runs of the only branch."""
+        row, count = self.up_row(tile), self.config.up_rows
+        rows = pl.ds(row, count)
         if not self.spec.gated:
-            return (expert, rows), (expert, pl.ds(row + _HALF, _HALF))
+            return (expert, rows), (expert, pl.ds(row + count, count))
         if self.spec.gate_up is GateUp.STACKED:
             return (expert, 0, rows), (expert, 1, rows)
         return (expert, rows, 0), (expert, rows, 1)
 
-    def down_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The same in w2 and b2."""
-        row = self.down_row(tile)
-        return (expert, pl.ds(row, _HALF)), (expert, pl.ds(row + _HALF, _HALF))
+    def up_biases(self, expert: jax.Array, tile: jax.Array, width: int) -> list[jax.Array]:
+        """Biases of the two halves, (64, width) float32 each."""
+        row = self.up_row(tile)
+        stride = 1
+        if not self.spec.gated:
+            firsts = (row, row + self.config.up_rows)
+        elif self.spec.gate_up is GateUp.STACKED:
+            firsts = (row, row + self.spec.intermediate_size)
+        else:
+            firsts, stride = (2 * row, 2 * row + 1), 2
+        return [
+            self._bias(self.operands.b13, expert, first, stride, self.config.up_rows, width)
+            for first in firsts
+        ]
+
+    def down_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], ...]:
+        """Where the two halves of a tile stand in w2."""
+        row, count = self.down_row(tile), self.config.down_rows
+        return (expert, pl.ds(row, count)), (expert, pl.ds(row + count, count))
+
+    def down_biases(self, expert: jax.Array, tile: jax.Array, width: int) -> list[jax.Array]:
+        """Biases of the two halves, (64, width) float32 each."""
+        row, count = self.down_row(tile), self.config.down_rows
+        return [self._bias(self.operands.b2, expert, first, 1, count, width) for first in (row, row + count)]
+
+    def _bias(
+        self, ref: Any, expert: jax.Array, first: jax.Array, stride: int, count: int, width: int
+    ) -> jax.Array:
+        return _mgpu.load_column(
+            ref, expert, first, stride=stride, num_rows=count, width=width, interpret=self.interpret
+        )
 
     def by_width(self, block: jax.Array, run: Callable[[int], None]) -> None:
         """``run(width)`` for the least of 8, 16, ... block_m columns that hold the block's tokens."""
@@ -277,16 +306,16 @@ class _Launch:
 
 
 def _load_weights(launch: _Launch) -> None:
-    operands, scratch, block_k = launch.operands, launch.scratch, launch.config.BLOCK_K
+    operands, scratch, config = launch.operands, launch.scratch, launch.config
 
-    def load(source: Any, halves: tuple[Any, Any], item: _Item, step: jax.Array) -> jax.Array:
+    def load(source: Any, halves: tuple[Any, ...], count: int, item: _Item, step: jax.Array) -> jax.Array:
         def copy(k: jax.Array, step: jax.Array) -> jax.Array:
             stage = launch.await_empty(step)
-            columns = pl.ds((item.first_step + k) * block_k, block_k)
+            columns = pl.ds((item.first_step + k) * config.BLOCK_K, config.BLOCK_K)
             for i, rows in enumerate(halves):
                 plgpu.copy_gmem_to_smem(
                     source.at[(*rows, columns)],
-                    scratch.w.at[stage, pl.ds(i * _HALF, _HALF)],
+                    scratch.w.at[stage, pl.ds(i * config.HALF, count)],
                     scratch.w_full.at[stage],
                 )
             return step + 1
@@ -296,12 +325,14 @@ def _load_weights(launch: _Launch) -> None:
     def up(i: jax.Array, step: jax.Array) -> jax.Array:
         item = launch.up(i)
         expert = launch.plan.block_expert[item.block]
-        return load(operands.w13, launch.up_halves(expert, item.tile), item, step)
+        rows = launch.up_halves(expert, item.tile)
+        return load(operands.w13, rows, config.up_rows, item, step)
 
     def down(i: jax.Array, step: jax.Array) -> jax.Array:
         item = launch.down(i)
         expert = launch.plan.block_expert[item.block]
-        return load(operands.w2, launch.down_halves(expert, item.tile), item, step)
+        rows = launch.down_halves(expert, item.tile)
+        return load(operands.w2, rows, config.down_rows, item, step)
 
     launch.drain(launch.walk("down", down, launch.walk("up", up, jnp.int32(0))))
 
@@ -351,13 +382,16 @@ def _load_tokens(launch: _Launch) -> None:
         item = launch.down(i)
         row = plan.block_row[item.block]
         if launch.is_fused:
-            per_step = config.BLOCK_K // launch.up_width
-            tile = item.first_step * per_step
-            tiles = jnp.minimum(item.num_steps * per_step, launch.up_tiles - tile)
+            # Those tiles of the first GEMM that make columns of this part.
+            first = lax.div(item.first_step * config.BLOCK_K, jnp.int32(launch.up_width))
+            end = (item.first_step + item.num_steps) * config.BLOCK_K
+            last = jnp.minimum(
+                lax.div(end + launch.up_width - 1, jnp.int32(launch.up_width)), launch.up_tiles
+            )
             _mgpu.await_flags(
                 operands.flags,
-                (item.block * launch.up_tiles + tile) * config.up_splits,
-                tiles * config.up_splits,
+                (item.block * launch.up_tiles + first) * config.up_splits,
+                (last - first) * config.up_splits,
                 scratch.epoch,
                 warpgroup=_TOKENS,
             )
@@ -397,7 +431,7 @@ def _multiply(launch: _Launch, step: jax.Array, num_steps: jax.Array, width: int
             plgpu.wgmma_wait(2)  # those of the stage before are done
 
             @pl.when(k > 0)
-            def _() -> None:
+            def _free() -> None:
                 plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + k + launch.config.num_stages - 1)])
 
         lax.fori_loop(0, num_steps, multiply, None)
@@ -406,12 +440,6 @@ def _multiply(launch: _Launch, step: jax.Array, num_steps: jax.Array, width: int
         return values
 
     return pl.run_scoped(accumulate, *[plgpu.ACC((_HALF, width), jnp.float32)] * 2)
-
-
-def _bias(ref: Any, rows: tuple[Any, ...], width: int) -> jax.Array:
-    """64 biases, one for each weight row, beside ``width`` tokens."""
-    values = plgpu.load(ref.at[rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(values.astype(jnp.float32), (_HALF, width), (0,))
 
 
 def _compute(launch: _Launch) -> None:
@@ -450,12 +478,11 @@ def _compute(launch: _Launch) -> None:
             )
             halves = tuple(half * lax.broadcast_in_dim(weights, half.shape, (1,)) for half in halves)
         if spec.expert_bias:
-            places = launch.up_halves(expert, item.tile)
-            halves = tuple(
-                half + _bias(operands.b13, rows, width) for half, rows in zip(halves, places, strict=True)
-            )
+            biases = launch.up_biases(expert, item.tile, width)
+            halves = tuple(half + bias for half, bias in zip(halves, biases, strict=True))
         if spec.gated:
-            results = [activate_branches(*halves, spec)]
+            gate, up = halves
+            results = [activate_branches(gate, up, spec)]
         else:
             results = [activate_branches(half, None, spec) for half in halves]
         for i, h in enumerate(results):
@@ -463,8 +490,9 @@ def _compute(launch: _Launch) -> None:
                 buffers.h,
                 h.astype(operands.x.dtype),
                 row,
-                launch.up_row(item.tile) + i * _HALF,
+                launch.up_row(item.tile) + i * config.up_rows,
                 plan.block_size[item.block],
+                num_rows=config.up_rows,
                 interpret=launch.interpret,
             )
 
@@ -478,12 +506,12 @@ def _compute(launch: _Launch) -> None:
                 return
 
             @pl.when(item.split < config.up_splits - 1)
-            def _() -> None:
+            def _leave() -> None:
                 for i, half in enumerate(halves):
                     buffers.parts[item.number, i, :, pl.ds(0, width)] = half
 
             @pl.when(item.split == config.up_splits - 1)
-            def _() -> None:
+            def _collect() -> None:
                 finish_up(item, add_parts(item, halves, width), width)
 
         launch.by_width(item.block, run)
@@ -496,16 +524,19 @@ def _compute(launch: _Launch) -> None:
 
         def run(width: int) -> None:
             halves = _multiply(launch, step, item.num_steps, width)
-            places = launch.down_halves(plan.block_expert[item.block], item.tile)
-            for i, (half, rows) in enumerate(zip(halves, places, strict=True)):
-                if spec.expert_bias:
-                    half = half + _keep_if(item.split == 0, _bias(operands.b2, rows, width))
+            if spec.expert_bias:
+                biases = launch.down_biases(plan.block_expert[item.block], item.tile, width)
+                halves = tuple(
+                    half + _keep_if(item.split == 0, bias) for half, bias in zip(halves, biases, strict=True)
+                )
+            for i, half in enumerate(halves):
                 _mgpu.store_columns(
                     buffers.slots,
                     half,
                     item.split * launch.max_rows + plan.block_row[item.block],
-                    launch.down_row(item.tile) + i * _HALF,
+                    launch.down_row(item.tile) + i * config.down_rows,
                     plan.block_size[item.block],
+                    num_rows=config.down_rows,
                     interpret=launch.interpret,
                 )
 
@@ -611,7 +642,7 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
 
 def routes(spec: MoESpec, num_tokens: int) -> bool:
     """Whether `fused_moe` can route so many tokens itself."""
-    return spec.weight_on is WeightOn.OUTPUT and _routing.supports(spec, num_tokens) is None
+    return supports_logits(spec, num_tokens) is None
 
 
 def fused_moe(
@@ -664,7 +695,7 @@ def fused_experts(
     num_ctas: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute the experts of a given routing, in one launch if `_routing.supports_ids` has no objection.
+    """Compute the experts of a given routing, in one launch if its lists fit, else after a plan by XLA.
 
     Args:
       x: (T, D), as all other operands as in `fused_moe`.
@@ -683,7 +714,7 @@ def fused_experts(
       (T, D) in x's dtype.
     """
     operands = _Operands(x, w13, w2, b13, b2)
-    if interpret is None and _routing.supports_ids(spec, x.shape[0]) is None:
+    if interpret is None and supports_ids(spec, x.shape[0]) is None:
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
     else:
         operands = operands._replace(plan=make_blocks(routing, spec.num_experts, config.block_m))
@@ -699,11 +730,7 @@ def _run(
     num_ctas = num_ctas or _mgpu.num_sms()
     if spec.gated:
         branches = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
-        b13 = operands.b13
-        operands = operands._replace(
-            w13=operands.w13.reshape(spec.num_experts, *branches, hidden_size),
-            b13=None if b13 is None else b13.reshape(spec.num_experts, *branches),
-        )
+        operands = operands._replace(w13=operands.w13.reshape(spec.num_experts, *branches, hidden_size))
     rows, items = config.max_rows(problem), config.max_up_items(problem)
     struct = jax.ShapeDtypeStruct
     h = struct((rows, spec.intermediate_size), x.dtype)
@@ -731,7 +758,7 @@ def _call(
     phases: frozenset[str],
     interpret: Any,
 ) -> tuple[Any, _Buffers]:
-    """Launch the kernel; of y and the buffers it makes those given as shapes, and takes those given as arrays."""
+    """Launch the kernel: of y and the buffers it makes those that are shapes, and takes the arrays."""
 
     def is_made(leaf: Any) -> bool:
         return isinstance(leaf, jax.ShapeDtypeStruct)
@@ -742,7 +769,7 @@ def _call(
     x, stages = operands.x, config.num_stages
     tile = _mgpu.operand_transforms(x.dtype)
     scratch = _Scratch(
-        w=plgpu.SMEM((stages, config.BLOCK_N, config.BLOCK_K), x.dtype, transforms=tile),
+        w=plgpu.SMEM((stages, 2 * _HALF, config.BLOCK_K), x.dtype, transforms=tile),
         x=plgpu.SMEM((stages, config.block_m, config.BLOCK_K), x.dtype, transforms=tile),
         epoch=plgpu.SMEM((2,), jnp.int32),
         w_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),

@@ -1,0 +1,104 @@
+"""Configurations chosen by a cost model, without measurements of the problem at hand.
+
+The Swap-AB kernel waits for memory. What a configuration changes is how evenly the bytes of the weights
+are spread over the CTAs, and how often a CTA begins a step or an item. The model deals out the
+items as the kernel does, for as many active experts as a uniform routing hits on average, and takes the CTA
+that has the most to do.
+
+A leaf beside `moe_pallas.spec`: no JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig
+from moe_pallas.spec import MoESpec, Problem
+
+# BUILD_NOTES "Measured facts": 4.4 TB/s over 132 SMs, and what a step or an item costs besides.
+_BYTES_PER_US = 33.3e3
+_STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
+_MAX_STAGES = 6
+# Longer items of the second GEMM come out too uneven; shorter tiles of the first are not measured yet.
+_MOST_DOWN_STEPS = 16
+_UP_ROWS = (64,)
+
+
+@functools.lru_cache(maxsize=1024)
+def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
+    """Choose how the Swap-AB kernel cuts a problem up.
+
+    Args:
+      problem: The call.
+      num_sms: SMs of the device.
+
+    Returns:
+      The configuration that the model predicts to be fastest; not necessarily a legal one, if none is.
+    """
+    block_m = 8
+    while block_m < min(64, problem.num_tokens):
+        block_m *= 2
+    spec = problem.spec
+    slots = problem.num_tokens * spec.top_k
+    blocks = max(_active_experts(problem.num_tokens, spec), slots / block_m)
+    candidates = _candidates(spec, block_m)
+    best = min(candidates, key=lambda config: _cost_us(config, spec, round(blocks), num_sms))
+    return dataclasses.replace(best, num_stages=_most_stages(best, problem))
+
+
+def _active_experts(num_tokens: int, spec: MoESpec) -> float:
+    """Experts that some token visits, on average over uniform routings."""
+    return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** num_tokens)
+
+
+def _candidates(spec: MoESpec, block_m: int) -> Iterator[SwapABConfig]:
+    plain = SwapABConfig(block_m=block_m, num_stages=3)
+    for up_rows, up_splits, down_splits in itertools.product(_UP_ROWS, (1, 2, 4), range(1, 17)):
+        config = dataclasses.replace(plain, up_rows=up_rows, up_splits=up_splits, down_splits=down_splits)
+        up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
+        if -(-down_steps // down_splits) > _MOST_DOWN_STEPS and down_splits < 16:
+            continue
+        if _splits_evenly(up_steps, up_splits) and _splits_evenly(down_steps, down_splits):
+            yield config
+
+
+def _splits_evenly(steps: int, splits: int) -> bool:
+    return splits <= steps and -(-steps // -(-steps // splits)) == splits
+
+
+def _most_stages(config: SwapABConfig, problem: Problem) -> int:
+    """As many as fit, up to what was seen to help."""
+    for stages in range(_MAX_STAGES, 3, -1):
+        if dataclasses.replace(config, num_stages=stages).smem_bytes(problem) <= SMEM_BYTES:
+            return stages
+    return 3
+
+
+def _cost_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> float:
+    """Time of the CTA that has the most to do."""
+    up_part = -(-config.up_steps(spec) // config.up_splits)
+    down_part = -(-config.down_steps(spec) // config.down_splits)
+    up_us = _item_us(2 * config.up_rows, up_part)
+    down_us = _item_us(2 * config.down_rows, down_part)
+    ups = blocks * config.up_tiles(spec) * config.up_splits
+    downs = blocks * config.down_tiles(spec) * config.down_splits
+    rounds, over = divmod(ups, num_sms)
+    early = num_sms - over
+    finished = rounds * num_sms // (config.up_tiles(spec) * config.up_splits)
+    ready = finished * config.down_tiles(spec) * config.down_splits
+    ahead = min(up_part // down_part, ready // early) if over else 0
+    # The first and the last of those that have an item less of the first GEMM, and of the others.
+    most = 0.0
+    for place in {0, early - 1, early, num_sms - 1} & set(range(num_sms)):
+        my_ups = rounds + (place >= early)
+        first = ahead * early + place
+        my_downs = (ahead if place < early else 0) + max(0, -(-(downs - first) // num_sms))
+        most = max(most, my_ups * up_us + my_downs * down_us)
+    return most + _SPLIT_US * (config.up_splits > 1)
+
+
+def _item_us(rows: int, steps: int) -> float:
+    return _ITEM_US + steps * max(_STEP_US, rows * SwapABConfig.BLOCK_K * 2 / _BYTES_PER_US)
