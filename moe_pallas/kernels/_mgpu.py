@@ -6,7 +6,11 @@ of one launch wait for each other, the gather of token rows into a WGMMA operand
 Flags are 64-bit words that hold the number of the launch that set them last, so that nothing is ever
 reset: a flag is up if it holds the number of the running launch. The number comes from a ticket counter at
 the head of the same buffer, which every CTA draws from once and which each launch raises by
-`_TICKETS_PER_LAUNCH`. Any state that the buffer had between two launches is a valid start.
+`_TICKETS_PER_LAUNCH`; a second counter is raised by CTAs that leave. The buffer is a constant of the program
+that the kernel writes to, which XLA does not know: what the buffer held between any two launches is a valid
+start for the next, so a copy of it does as well. What must not happen is that two launches share a buffer
+at the same time. On one stream they can't; if they do, the counters show it, and the kernel ends with an
+error.
 """
 
 from __future__ import annotations
@@ -89,10 +93,13 @@ def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def draw(ctx: Any, flags: Any, epoch: Any) -> None:
         _ptx(
-            f"""{{ .reg .pred p, q; .reg .b32 t, c; .reg .b64 n;
-            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
-            mov.u32 c, %ctaid.x; setp.eq.u32 q, c, 0; selp.b64 n, {_TICKETS_PER_LAUNCH - num_ctas + 1}, 1, q;
+            f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n, m;
+            {_first_thread_and_share(num_ctas)}
             @p atom.relaxed.gpu.global.add.u64 n, [%[flags]], n;
+            @p ld.relaxed.gpu.global.u64 m, [%[flags]+8];
+            shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1};
+            shl.b64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; setp.lt.and.u64 q, m, n, p;
+            @q trap;  // a launch before this one has not left
             shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; add.u64 n, n, 1;
             @p st.u64 [%[epoch]], n;
             bar.sync {_PUBLISH_BARRIER}, 128; }}""",
@@ -101,6 +108,28 @@ def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
         )
 
     draw(flags_gmem, epoch_smem)
+
+
+def leave(flags_gmem: Any, num_ctas: int) -> None:
+    """Say that this CTA will not look at the flags any more."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def count(ctx: Any, flags: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n;
+            {_first_thread_and_share(num_ctas)}
+            @p red.relaxed.gpu.global.add.u64 [%[flags]+8], n; }}""",
+            flags=_address(flags),
+        )
+
+    count(flags_gmem)
+
+
+def _first_thread_and_share(num_ctas: int) -> str:
+    """PTX: p = first thread of the warpgroup, n = this CTA's share of a launch's tickets."""
+    return f"""mov.u32 t, %ctaid.x; setp.eq.u32 q, t, 0;
+            selp.b64 n, {_TICKETS_PER_LAUNCH - num_ctas + 1}, 1, q;
+            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;"""
 
 
 def proxy_fence() -> None:

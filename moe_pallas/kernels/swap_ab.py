@@ -638,6 +638,8 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
             _mgpu.raise_flag(launch.operands.flags, launch.flag_of_cta + launch.cta, launch.scratch.epoch)
         if "combine" in launch.phases:
             _combine(launch)
+        if launch.is_fused:
+            _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
 
 def routes(spec: MoESpec, num_tokens: int) -> bool:
