@@ -218,7 +218,9 @@ def _swap_ab_moe(
 ) -> jax.Array:
     from moe_pallas.kernels import swap_ab  # Pallas is imported when a kernel is used
 
-    if not swap_ab.routes(spec, math.prod(x.shape[:-1])):
+    config = _config(selection)
+    problem = Problem(spec=spec, num_tokens=math.prod(x.shape[:-1]), dtype=x.dtype.name)
+    if not swap_ab.routes(problem, config):
         routing = _route_real(logits, correction_bias, mask, spec)
         return _swap_ab_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
     # The kernel takes the count itself: no mask needs to be made for it.
@@ -227,8 +229,6 @@ def _swap_ab_moe(
         number = count if isinstance(count, jax.Array) else np.asarray(count)
         # An int32 as it is, below 0 or not: clipping it would be a launch of its own.
         real = jnp.reshape(number if number.dtype == np.int32 else _int32_in(number, 0, 2**31 - 1), 1)
-
-    config = _config(selection)
 
     def kernel(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
         return swap_ab.fused_moe(

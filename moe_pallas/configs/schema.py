@@ -11,6 +11,8 @@ from typing import ClassVar
 from moe_pallas.configs.lists import list_bytes, supports_ids
 from moe_pallas.spec import Activation, MoESpec, Problem
 
+_LEAST_STAGES = 3  # the consumer frees a stage one step late
+_BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
 SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
 
 
@@ -57,8 +59,8 @@ class SwapABConfig:
             return f"has no exact (erf) GELU, which activation={spec.activation.value!r} needs."
         if self.block_m not in (8, 16, 32, 64):
             return f"block_m is 8, 16, 32 or 64; got {self.block_m}."
-        if not 3 <= self.num_stages <= 32:
-            return f"num_stages is 3 ... 32; got {self.num_stages}."
+        if not _LEAST_STAGES <= self.num_stages <= 32:
+            return f"num_stages is {_LEAST_STAGES} ... 32; got {self.num_stages}."
         for name, rows in (("up_rows", self.up_rows), ("down_rows", self.down_rows)):
             if rows % 8 or not 8 <= rows <= self.HALF:
                 return f"{name} is a multiple of 8 up to {self.HALF}; got {rows}."
@@ -114,8 +116,68 @@ class SwapABConfig:
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA: the ring, the lists of the routing if it makes them, and the barriers."""
-        stage = (2 * self.HALF + self.block_m) * self.BLOCK_K * 2
-        lists = 0
-        if supports_ids(problem.spec, problem.num_tokens) is None:
-            lists = list_bytes(problem.num_tokens, problem.spec, self.block_m)
-        return self.num_stages * stage + lists + 2048
+        lists = self._list_bytes(problem) if self.makes_lists(problem) else 0
+        return self.num_stages * self._stage_bytes() + lists + _BARRIER_BYTES
+
+    def makes_lists(self, problem: Problem) -> bool:
+        """Whether the kernel finds out by itself where tokens go, and has no plan made for it before."""
+        if supports_ids(problem.spec, problem.num_tokens) is not None:
+            return False
+        ring = _LEAST_STAGES * self._stage_bytes()
+        return ring + self._list_bytes(problem) + _BARRIER_BYTES <= SMEM_BYTES
+
+    def _list_bytes(self, problem: Problem) -> int:
+        return list_bytes(problem.num_tokens, problem.spec, self.block_m)
+
+    def _stage_bytes(self) -> int:
+        return (2 * self.HALF + self.block_m) * self.BLOCK_K * 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedGemmConfig:
+    """How the grouped GEMM cuts a problem up: tiles of 128 rows of one expert by 256 weight rows.
+
+    Args:
+      num_stages: Tiles of rows and weights on their way to an SM, 64 columns of the contraction each.
+      band: Blocks of rows that are multiplied with the same weights one after the other, so that both stay
+        in the L2 cache.
+    """
+
+    num_stages: int = 4
+    band: int = 8
+
+    BLOCK_M: ClassVar[int] = 128
+    BLOCK_N: ClassVar[int] = 256
+    BLOCK_K: ClassVar[int] = 64
+
+    def validate(self, problem: Problem) -> str | None:
+        """Say why the kernel can't run ``problem`` this way; None if it can."""
+        spec = problem.spec
+        if problem.dtype not in ("bfloat16", "float16"):
+            return f"computes in bfloat16 or float16; got {problem.dtype}."
+        for name, size in (
+            ("hidden_size", spec.hidden_size),
+            ("intermediate_size", spec.intermediate_size),
+        ):
+            if size % 64 or size < 128:
+                return f"needs {name} in multiples of 64 from 128 on; got {size}."
+        if spec.activation in (Activation.GEGLU, Activation.GELU):
+            return f"has no exact (erf) GELU, which activation={spec.activation.value!r} needs."
+        if self.num_stages < 3:
+            return f"num_stages is 3 or more; got {self.num_stages}."
+        if self.band < 1:
+            return f"band is 1 or more; got {self.band}."
+        if (need := self.smem_bytes(problem)) > SMEM_BYTES:
+            return f"needs {need} bytes of shared memory, of which a CTA has {SMEM_BYTES}: use fewer stages."
+        return None
+
+    def max_rows(self, problem: Problem) -> int:
+        """Rows of h and of the slots' buffer: experts start at multiples of 8, a tile ends within."""
+        slots = problem.num_tokens * problem.spec.top_k
+        active = min(problem.spec.num_experts, slots)
+        return 8 * ((slots + 7 * active) // 8) + self.BLOCK_M
+
+    def smem_bytes(self, problem: Problem) -> int:
+        """Shared memory of a CTA: the ring, two tiles of results for each of two warpgroups, barriers."""
+        stage = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * 2
+        return self.num_stages * stage + 4 * 64 * 64 * 2 + 2048

@@ -16,6 +16,7 @@ error.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jaxlib.mlir.dialects import llvm
 SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
 HEADER_FLAGS = 16  # words before the first flag: the ticket counter, and a sector of its own for it
 _TICKETS_PER_LAUNCH = 256
+_NO_LAUNCH = -1
 _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not look like a hang
 
 # Named barriers (bar.sync): 0 is the CTA's, Mosaic takes 1 + warpgroup.
@@ -88,19 +90,23 @@ def _value(scalar: Any) -> ir.Value:
 
 
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
-    """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see."""
+    """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see.
+
+    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait will end this one: a trap
+    here would make ptxas wait for each WGMMA that follows.
+    """
+    bits = _TICKETS_PER_LAUNCH.bit_length() - 1
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def draw(ctx: Any, flags: Any, epoch: Any) -> None:
         _ptx(
-            f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n, m;
+            f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n, m, l;
             {_first_thread_and_share(num_ctas)}
+            mov.u64 m, 0;
             @p atom.relaxed.gpu.global.add.u64 n, [%[flags]], n;
             @p ld.relaxed.gpu.global.u64 m, [%[flags]+8];
-            shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1};
-            shl.b64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; setp.lt.and.u64 q, m, n, p;
-            @q trap;  // a launch before this one has not left
-            shr.u64 n, n, {_TICKETS_PER_LAUNCH.bit_length() - 1}; add.u64 n, n, 1;
+            shr.u64 n, n, {bits}; shl.b64 l, n, {bits}; setp.lt.u64 q, m, l;
+            add.u64 n, n, 1; selp.b64 n, {_NO_LAUNCH}, n, q;  // q: a launch before this one has not left
             @p st.u64 [%[epoch]], n;
             bar.sync {_PUBLISH_BARRIER}, 128; }}""",
             flags=_address(flags),
@@ -170,7 +176,8 @@ def await_flags(
     def wait(ctx: Any, flags: Any, first: Any, count: Any, epoch: Any) -> None:
         _ptx(
             f"""{{ .reg .pred p; .reg .b32 t, polls; .reg .b64 a, n, m;
-            ld.u64 n, [%[epoch]]; mov.u32 t, %tid.x; and.b32 t, t, 127; mov.u32 polls, 0;
+            ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH}; @p trap;
+            mov.u32 t, %tid.x; and.b32 t, t, 127;
             FLAG: setp.ge.s32 p, t, %[count]; @p bra DONE;
             add.s32 polls, t, %[first]; mad.wide.s32 a, polls, 8, %[flags]; mov.u32 polls, 0;
             POLL: ld.acquire.gpu.global.u64 m, [a+{8 * HEADER_FLAGS}];
@@ -393,3 +400,89 @@ def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
     bits = ir.IntegerType.get_signless(8 * itemsize)
     return [llvm.bitcast(bits, llvm.extractelement(pair, mgpu.utils.c(half, i32))) for half in range(2)]
+
+
+def gather_tile(
+    x_gmem: Any, token_of: Any, x_smem: Any, first: jax.Array, size: jax.Array, *, interpret: bool
+) -> Callable[[jax.Array, jax.Array], None]:
+    """Find rows ``token_of[first : first + size]`` of x, size <= 128; return a function that copies them.
+
+    ``copy(step, stage)`` starts to copy 64 columns from ``64 * step`` on into stage ``stage`` of ``x_smem``
+    (stages, 128, 64), in the layout of a WGMMA operand. Rows past ``size`` keep what they held: a row of the
+    product depends on its own row alone.
+    """
+    _, block_m, block_k = x_smem.shape
+    assert (block_m, block_k) == (128, 64), x_smem.shape
+    if interpret:
+        # One ordinary load a row: the interpreter has no cp.async.
+        def copy_rows(step: jax.Array, stage: jax.Array) -> None:
+            @pl.loop(0, size)
+            def _(j: jax.Array) -> None:
+                x_smem[stage, j, :] = x_gmem[token_of[first + j], pl.ds(step * block_k, block_k)]
+
+        return copy_rows
+    # Thread t copies chunk t % 8 (16 bytes) of rows t / 8, t / 8 + 16, …: it keeps the tokens of 8 rows.
+    per_thread = block_m // 16
+    held = plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=held),
+    )
+    def find(ctx: Any, tokens: Any, first: Any, size: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        registers = np.empty((per_thread,), dtype=object)
+        for i in range(per_thread):
+            token = llvm.inline_asm(
+                i32,
+                [_address(tokens), _value(first), _value(size)],
+                f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
+                mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
+                setp.lt.s32 p, r, $3; add.s32 r, r, $2; mad.wide.s32 a, r, 4, $1;
+                mov.b32 $0, -1; @p ld.global.b32 $0, [a]; }}""",
+                "=&r,l,r,r,~{memory}",
+                has_side_effects=True,
+            )
+            vector = llvm.mlir_undef(ir.VectorType.get((1,), i32))
+            registers[i] = llvm.insertelement(vector, token, mgpu.utils.c(0, i32))
+        layout = mgpu.WGStridedFragLayout((128 * per_thread,), vec_size=1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(operand_transforms(x_smem.dtype)),
+            held,
+            _SCALAR,
+            _SCALAR,
+        )
+    )
+    def gather(ctx: Any, x: Any, operand: Any, tokens: Any, step: Any, stage: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        zero = mgpu.utils.c(0, i32)
+        rows = {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(tokens.registers.flat)}
+        # A row is one line of a swizzled tile: 16 rows on, it is two tiles on.
+        copies = "".join(
+            f"""
+            setp.ge.s32 p, %[t{i}], 0; mad.wide.s32 a, %[t{i}], {2 * x_gmem.shape[1]}, source;
+            @p cp.async.cg.shared.global [target+{2048 * i}], [a], 16;"""
+            for i in range(per_thread)
+        )
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 r, c, d, target; .reg .b64 a, source;
+            mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3;
+            mad.lo.s32 d, %[step], {block_k * 2 // 16}, c; mad.wide.s32 source, d, 16, %[x];
+            mad.lo.s32 target, %[stage], {block_m * block_k * 2}, %[operand];
+            mad.lo.u32 target, r, 128, target;
+            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
+            {copies}
+            cp.async.commit_group; }}""",
+            x=_address(x),
+            operand=_shared_address(operand),
+            step=_value(step),
+            stage=_value(stage),
+            **rows,
+        )
+
+    found = find(token_of, first, size)
+    return lambda step, stage: gather(x_gmem, x_smem, found, step, stage)

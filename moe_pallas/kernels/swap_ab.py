@@ -52,7 +52,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.activations import activate_branches
-from moe_pallas.configs.lists import supports_ids, supports_logits
+from moe_pallas.configs.lists import supports_logits
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _routing
 from moe_pallas.plan import BlockPlan, make_blocks
@@ -642,9 +642,9 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
             _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
 
-def routes(spec: MoESpec, num_tokens: int) -> bool:
-    """Whether `fused_moe` can route so many tokens itself."""
-    return supports_logits(spec, num_tokens) is None
+def routes(problem: Problem, config: SwapABConfig) -> bool:
+    """Whether `fused_moe` can route the problem's tokens itself."""
+    return supports_logits(problem.spec, problem.num_tokens) is None and config.makes_lists(problem)
 
 
 def fused_moe(
@@ -716,7 +716,8 @@ def fused_experts(
       (T, D) in x's dtype.
     """
     operands = _Operands(x, w13, w2, b13, b2)
-    if interpret is None and supports_ids(spec, x.shape[0]) is None:
+    problem = Problem(spec=spec, num_tokens=x.shape[0], dtype=x.dtype.name)
+    if interpret is None and config.makes_lists(problem):
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
     else:
         operands = operands._replace(plan=make_blocks(routing, spec.num_experts, config.block_m))

@@ -1,0 +1,533 @@
+"""Grouped GEMM: an MoE layer for many tokens in three launches, rows on the 64-row side of WGMMA.
+
+    h[r]  = activation(w13[e] @ x[token of r] (+ b13[e]))     for each row r of expert e, in x's dtype
+    s[r]  = w2[e] @ h[r] (+ b2[e])                            in x's dtype
+    y[t]  = sum over slots j of weight[t, j] * s[row of (t, j)]   float32, in slot order, rounded once
+
+Rows are sorted by expert and cut into blocks of up to 128 rows of one expert (`moe_pallas.plan.BlockPlan`).
+The first two launches run one kernel: an item is a block of rows times 256 weight rows, over the whole
+contraction. The grid has a CTA for each SM; CTA c takes items c, c + num_ctas, ..., in an order that keeps a
+band of blocks and the weights they share in the L2 cache. Inside a CTA three warpgroups work on their own:
+
+    producer    | weights by TMA, rows of x by cp.async (first) or of h by TMA (second) ................. |
+    consumer 0  | wait | WGMMA 128 x 128 ............ | epilogue | WGMMA ............. | epilogue | ...
+    consumer 1  | wait | WGMMA 128 x 128 ............ | epilogue | WGMMA ............. | epilogue | ...
+
+A consumer multiplies the block with its 128 of the 256 weight rows, two runs of 64: gate and up of the same
+64 features, which so meet in one thread, or two runs of the only branch there is. Blocks of up to 64 rows
+are multiplied without the other half. Results leave through shared memory, by TMA.
+
+`num_stages` tiles of 128 rows and of 256 weight rows, 64 columns each, are on their way in one ring that
+runs on across items. Barriers in shared memory:
+
+    name    arrivals   who arrives                                               who waits
+    full    5          TMA, each run of weight rows; the tile of rows (the       both consumers
+                       producer, some steps late, or TMA)
+    empty   2          each consumer, one step late                              producer
+
+The producer waits for the gather of step s after it has begun that of step s + lag; the stage for that is
+free when the consumers have begun step s + lag - num_stages + 1, which must be before s: lag <= num_stages - 2.
+
+Shared memory of a CTA: num_stages * (128 + 256) * 64 * 2 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
+
+A block starts at a multiple of 8 rows in h and s. What stands between two blocks is computed from whatever
+was in memory, NaN perhaps, and read by nobody: a row of a product depends on its own row alone. Results are
+bitwise repeatable, and do not depend on the other tokens: every row is computed by the same instructions in
+the same order wherever it stands in a block.
+
+Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
+multiples of 64, from 128 on. Runs of weight rows past the end of a matrix are multiplied but not stored.
+
+What a layer can reach at T = 8192, from 790 TFLOP/s and 4.4 TB/s (operands, results and weights once each);
+us of the first GEMM, compute | memory, of the second, and of the combine (memory):
+
+CEILINGS
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_pallas.activations import activate_branches
+from moe_pallas.configs.schema import GroupedGemmConfig
+from moe_pallas.kernels import _mgpu
+from moe_pallas.plan import BlockPlan, make_blocks
+from moe_pallas.routing import Routing
+from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
+
+_PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
+_RUN = 64  # weight rows, and columns of a result, that are loaded and stored together
+_BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
+
+_UNROLLED_SLOTS = 16
+
+# Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
+
+
+class _Operands(NamedTuple):
+    """What a launch reads."""
+
+    rows: Any  # (T, K), to be gathered, or (rows of the plan, K)
+    weights: Any  # (E, N, K), or with gate and up apart (E, 2, N, K) or (E, N, 2, K)
+    bias: Any  # (E, N) or (E, 2, N); or None
+    num_blocks: Any
+    block_expert: Any
+    block_row: Any
+    block_size: Any
+    block_first: Any = None  # given with token_of: rows are gathered
+    token_of: Any = None
+    weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
+
+
+class _Scratch(NamedTuple):
+    """Shared memory."""
+
+    rows: Any
+    weights: Any
+    results: Any
+    full: Any
+    empty: Any
+
+
+class _Item(NamedTuple):
+    """A block of rows times a tile of weight rows."""
+
+    block: jax.Array
+    tile: jax.Array
+    expert: jax.Array
+    row: jax.Array
+    size: jax.Array
+
+
+class _Launch:
+    """What the roles of a CTA share: statics, references, and which items are this CTA's."""
+
+    def __init__(
+        self,
+        operands: _Operands,
+        out: Any,
+        scratch: _Scratch,
+        *,
+        gate_up: GateUp | None,
+        activate: Callable[..., jax.Array] | None,
+        config: GroupedGemmConfig,
+        num_ctas: int,
+        interpret: bool,
+    ):
+        self.operands, self.out, self.scratch = operands, out, scratch
+        self.gate_up, self.activate, self.config = gate_up, activate, config
+        self.num_ctas, self.interpret = num_ctas, interpret
+        self.runs = out.shape[1] // _RUN  # of columns of the result
+        self.runs_per_consumer = 2 if gate_up is None else 1
+        self.tiles = -(-self.runs // (2 * self.runs_per_consumer))
+        self.steps = operands.rows.shape[1] // _BLOCK_K
+        self.cta = lax.axis_index("cta")
+        self.blocks = operands.num_blocks[0]
+        self.items = lax.div(self.blocks * self.tiles - self.cta + (num_ctas - 1), jnp.int32(num_ctas))
+
+    def item(self, i: jax.Array) -> _Item:
+        """This CTA's i-th item."""
+        number = self.cta + i * self.num_ctas
+        block, tile = plgpu.planar_snake(number, (self.blocks, self.tiles), 0, self.config.band)
+        operands = self.operands
+        row = pl.multiple_of(operands.block_row[block], 8)
+        return _Item(block, tile, operands.block_expert[block], row, operands.block_size[block])
+
+    def run(self, tile: jax.Array, consumer: Any, half: int) -> jax.Array:
+        """Which run of result columns a consumer's half makes; `runs` or more: none."""
+        first = (2 * tile + consumer) * self.runs_per_consumer
+        return first if self.gate_up is not None else first + half
+
+    def weight_rows(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
+        """Where the weight rows of a run stand; past the end, those of the last run."""
+        rows = pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
+        if self.gate_up is None:
+            return (expert, rows)
+        return (expert, half, rows) if self.gate_up is GateUp.STACKED else (expert, rows, half)
+
+    def bias_columns(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
+        """Where the biases of a run stand; past the end, those of the last run."""
+        columns = pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
+        return (expert, columns) if self.gate_up is None else (expert, half, columns)
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Place in the ring."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+
+def _produce(launch: _Launch) -> None:
+    operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
+    gathers = operands.token_of is not None
+    lag = min(2, stages - 2) if gathers else 0  # gathers on their way; a consumer frees a stage one step late
+
+    def produce(i: jax.Array, _: None) -> None:
+        item = launch.item(i)
+        if gathers:
+            copy_rows = _mgpu.gather_tile(
+                operands.rows,
+                operands.token_of,
+                scratch.rows,
+                operands.block_first[item.block],
+                item.size,
+                interpret=launch.interpret,
+            )
+
+        def copy(k: jax.Array, _: None) -> None:
+            step = i * launch.steps + k
+            stage = launch.stage(step)
+
+            @pl.when(step >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
+
+            columns = pl.ds(k * _BLOCK_K, _BLOCK_K)
+            for place in range(4):
+                consumer, half = divmod(place, 2)
+                rows = launch.weight_rows(item.expert, launch.run(item.tile, consumer, half), half)
+                plgpu.copy_gmem_to_smem(
+                    operands.weights.at[(*rows, columns)],
+                    scratch.weights.at[stage, pl.ds(place * _RUN, _RUN)],
+                    scratch.full.at[stage],
+                )
+            if gathers:
+                copy_rows(k, stage)
+
+                @pl.when(step >= lag)
+                def _() -> None:
+                    _mgpu.await_gather(lag, interpret=launch.interpret)
+                    plgpu.barrier_arrive(scratch.full.at[launch.stage(step - lag)])
+
+                return
+
+            def copy_block(count: int) -> None:
+                plgpu.copy_gmem_to_smem(
+                    operands.rows.at[pl.ds(item.row, count), columns],
+                    scratch.rows.at[stage, pl.ds(0, count)],
+                    scratch.full.at[stage],
+                )
+
+            _by_height(item.size, copy_block)
+
+        lax.fori_loop(0, launch.steps, copy, None)
+
+    lax.fori_loop(0, launch.items, produce, None)
+    total = launch.items * launch.steps
+    if gathers:
+        _mgpu.await_gather(0, interpret=launch.interpret)
+        late = jnp.minimum(total, lag)
+
+        @pl.loop(0, late)
+        def _(i: jax.Array) -> None:
+            plgpu.barrier_arrive(scratch.full.at[launch.stage(total - late + i)])
+
+    # A barrier may go when all its completions were seen.
+    last = jnp.minimum(total, stages)
+
+    @pl.loop(0, last)
+    def _(i: jax.Array) -> None:
+        plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
+
+
+def _by_height(size: jax.Array, run: Callable[[int], None]) -> None:
+    """``run(height)`` for the least of 64 and 128 rows that hold a block."""
+    for height, fits in ((_BLOCK_M // 2, size <= _BLOCK_M // 2), (_BLOCK_M, size > _BLOCK_M // 2)):
+        pl.when(fits)(functools.partial(run, height))
+
+
+def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array, height: int) -> jax.Array:
+    """A block times the 128 weight rows of a consumer: (height, 128) float32."""
+    scratch = launch.scratch
+    mine = pl.ds(pl.multiple_of(consumer * 2 * _RUN, 2 * _RUN), 2 * _RUN)
+
+    def accumulate(accumulator: Any) -> jax.Array:
+        def multiply(k: jax.Array, _: None) -> None:
+            stage = launch.stage(first_step + k)
+            plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
+            plgpu.wgmma(
+                accumulator,
+                scratch.rows.at[stage, pl.ds(0, height)],
+                scratch.weights.at[stage, mine].transpose((1, 0)),
+            )
+            plgpu.wgmma_wait(1)  # that of the stage before is done
+
+            @pl.when(k > 0)
+            def _free() -> None:
+                before = first_step + k + launch.config.num_stages - 1
+                plgpu.barrier_arrive(scratch.empty.at[launch.stage(before)])
+
+        lax.fori_loop(0, launch.steps, multiply, None)
+        value = accumulator[...]
+        plgpu.barrier_arrive(scratch.empty.at[launch.stage(first_step + launch.steps - 1)])
+        return value
+
+    return pl.run_scoped(accumulate, plgpu.ACC((height, 2 * _RUN), jnp.float32))
+
+
+def _consume(launch: _Launch, consumer: jax.Array) -> None:
+    operands, scratch = launch.operands, launch.scratch
+
+    def consume(i: jax.Array, _: None) -> None:
+        item = launch.item(i)
+
+        def run(height: int) -> None:
+            product = _multiply(launch, consumer, i * launch.steps, height)
+            count = 0  # of results of this item
+            for part in range(height // _RUN):
+                for value, column_run in finish(item, product[part * _RUN : (part + 1) * _RUN], part):
+                    store(item, value.astype(launch.out.dtype), part, column_run, count)
+                    count += 1
+
+        _by_height(item.size, run)
+
+    def finish(item: _Item, product: jax.Array, part: int) -> list[tuple[jax.Array, jax.Array]]:
+        """Results from 64 rows of the product, (64, 64) each, and the runs of columns that they are."""
+        halves = [product[:, :_RUN], product[:, _RUN:]]
+        runs = [launch.run(item.tile, consumer, half) for half in range(2)]
+        if operands.weight_of_row is not None:
+            weights = plgpu.load(
+                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + part * _RUN, 8), _RUN)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+            halves = [half * lax.broadcast_in_dim(weights, half.shape, (0,)) for half in halves]
+        if operands.bias is not None:
+            for half in range(2):
+                at = launch.bias_columns(item.expert, runs[half], half)
+                bias = plgpu.load(
+                    operands.bias.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                ).astype(jnp.float32)
+                halves[half] = halves[half] + lax.broadcast_in_dim(bias, halves[half].shape, (1,))
+        if launch.activate is None:
+            return list(zip(halves, runs, strict=True))
+        if launch.gate_up is None:
+            return [(launch.activate(half, None), run) for half, run in zip(halves, runs, strict=True)]
+        return [(launch.activate(*halves), runs[0])]
+
+    def store(item: _Item, value: jax.Array, part: int, run: jax.Array, count: int) -> None:
+        """Send 64 rows on their way, as many of them as there are in the block."""
+        tile = scratch.results.at[consumer, count % 2]
+        # The tile is free again: nothing of the item before is left, and of this one all but the last.
+        plgpu.wait_smem_to_gmem(min(count, 1), wait_read_only=True)
+        tile[...] = value
+        plgpu.commit_smem()  # TMA sees it
+        columns = pl.ds(pl.multiple_of(run * _RUN, _RUN), _RUN)
+        row, size = item.row + part * _RUN, item.size - part * _RUN
+
+        def copy(start: Any, rows: int) -> None:
+            plgpu.copy_smem_to_gmem(
+                tile.at[pl.ds(start, rows)],
+                launch.out.at[pl.ds(pl.multiple_of(row + start, 8), rows), columns],
+                commit_group=False,
+            )
+
+        @pl.when(run < launch.runs)
+        def _() -> None:
+            @pl.when(size >= _RUN)
+            def _all() -> None:
+                copy(0, _RUN)
+
+            @pl.when(size < _RUN)
+            def _some() -> None:
+                # Eight at a time: the next block starts at the next multiple of 8.
+                @pl.loop(0, lax.div(size + 7, jnp.int32(8)))
+                def _(i: jax.Array) -> None:
+                    copy(pl.multiple_of(8 * i, 8), 8)
+
+        plgpu.commit_smem_to_gmem_group()
+
+    lax.fori_loop(0, launch.items, consume, None)
+    plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
+
+
+def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
+    launch = _Launch(*unflatten(refs), **statics)
+    warpgroup = lax.axis_index("wg")
+
+    @pl.when(warpgroup == _PRODUCER)
+    def _() -> None:
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        _produce(launch)
+
+    @pl.when(warpgroup < _PRODUCER)
+    def _() -> None:
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        _consume(launch, warpgroup)
+
+
+def _multiply_groups(
+    operands: _Operands,
+    out: jax.ShapeDtypeStruct,
+    *,
+    config: GroupedGemmConfig,
+    num_ctas: int,
+    interpret: Any,
+    name: str,
+    gate_up: GateUp | None = None,
+    activate: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Launch the kernel: each block of rows times the weights of its expert."""
+    dtype, stages = operands.rows.dtype, config.num_stages
+    tile = _mgpu.operand_transforms(dtype)
+    scratch = _Scratch(
+        rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
+        weights=plgpu.SMEM((stages, 4 * _RUN, _BLOCK_K), dtype, transforms=tile),
+        results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
+        full=plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    )
+    leaves, tree = jax.tree.flatten(operands)
+
+    def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
+        count = len(leaves)
+        return jax.tree.unflatten(tree, refs[:count]), refs[count], _Scratch(*refs[count + 1 :])
+
+    return plgpu.kernel(
+        functools.partial(
+            _kernel,
+            unflatten=unflatten,
+            gate_up=gate_up,
+            activate=activate,
+            config=config,
+            num_ctas=num_ctas,
+            interpret=interpret is not None,
+        ),
+        out_type=out,
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=list(scratch),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        kernel_name=name,
+        interpret=interpret,
+    )(*leaves)
+
+
+def _combine_kernel(
+    slots: Any, row_of_slot: Any, weight_of_slot: Any, y: Any, *, top_k: int, weighted: bool, width: int
+) -> None:
+    """Add up a piece of ``width`` columns of the slots of a token."""
+    hidden_size = y.shape[1]
+    token, piece = _divmod(lax.axis_index("piece"), -(-hidden_size // width))
+    column = jnp.minimum(piece * width, hidden_size - width)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
+
+    def value(j: Any) -> jax.Array:
+        slot = token * top_k + j
+        row = row_of_slot[slot]
+        part = plgpu.load(
+            slots.at[jnp.maximum(row, 0), pl.ds(column, width)], layout=layout, optimized=False
+        ).astype(jnp.float32)
+        if weighted:
+            part = part * weight_of_slot[slot]
+        return jnp.where(lax.broadcast(row >= 0, part.shape), part, 0.0)
+
+    if top_k <= _UNROLLED_SLOTS:
+        # All loads start before the first is needed.
+        total = functools.reduce(jnp.add, [value(j) for j in range(top_k)])
+    else:
+        zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+        total = lax.fori_loop(0, top_k, lambda j, sum_: sum_ + value(j), zero)
+    y[token, pl.ds(column, width)] = total.astype(y.dtype)
+
+
+def _combine(slots: jax.Array, plan: BlockPlan, spec: MoESpec, num_tokens: int, interpret: Any) -> jax.Array:
+    """Launch the sum over slots: a warpgroup for each piece of a token."""
+    hidden_size = spec.hidden_size
+    width = max(w for w in (128, 256, 512, 1024) if w <= hidden_size)
+    return plgpu.kernel(
+        functools.partial(
+            _combine_kernel, top_k=spec.top_k, weighted=spec.weight_on is WeightOn.OUTPUT, width=width
+        ),
+        out_type=jax.ShapeDtypeStruct((num_tokens, hidden_size), slots.dtype),
+        grid=(num_tokens * -(-hidden_size // width),),
+        grid_names=("piece",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="combine_slots",
+        interpret=interpret,
+    )(slots, plan.row_of_slot, plan.weight_of_slot)
+
+
+def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    quotient = lax.div(a, jnp.int32(b))
+    return quotient, a - quotient * b
+
+
+def fused_experts(
+    x: jax.Array,
+    routing: Routing,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+    *,
+    config: GroupedGemmConfig,
+    num_ctas: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Compute the experts of a given routing: a plan by XLA, then three launches.
+
+    Args:
+      x: (T, D) bfloat16 | float16.
+      routing: ids (T, top_k) int32, outside [0, E) = dropped, and weights (T, top_k) float32.
+      w13: (E, 2F, D) or (E, F, D) in x's dtype.
+      w2: (E, D, F) in x's dtype.
+      b13: (E, 2F) or (E, F) float, or None.
+      b2: (E, D) float, or None.
+      spec: The layer.
+      config: How it is cut up.
+      num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
+      interpret: ``plgpu.InterpretGPUParams``, to run on a CPU.
+
+    Returns:
+      (T, D) in x's dtype.
+    """
+    num_tokens, hidden_size = x.shape
+    problem = Problem(spec=spec, num_tokens=num_tokens, dtype=x.dtype.name)
+    rows = config.max_rows(problem)
+    plan = make_blocks(routing, spec.num_experts, config.BLOCK_M)
+    blocks: Any = {
+        name: getattr(plan, name) for name in ("num_blocks", "block_expert", "block_row", "block_size")
+    }
+    launch: Any = {"config": config, "num_ctas": num_ctas or _mgpu.num_sms(), "interpret": interpret}
+    if spec.gated:
+        apart = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
+        w13 = w13.reshape(spec.num_experts, *apart, hidden_size)
+        if b13 is not None:
+            b13 = b13.reshape(spec.num_experts, *apart)
+            b13 = b13 if spec.gate_up is GateUp.STACKED else b13.swapaxes(1, 2)
+    h = _multiply_groups(
+        _Operands(
+            x,
+            w13,
+            b13,
+            **blocks,
+            block_first=plan.block_first,
+            token_of=plan.token_of,
+            weight_of_row=plan.weight_of_row if spec.weight_on is WeightOn.INPUT else None,
+        ),
+        jax.ShapeDtypeStruct((rows, spec.intermediate_size), x.dtype),
+        name="grouped_gemm_up",
+        gate_up=spec.gate_up if spec.gated else None,
+        activate=functools.partial(activate_branches, spec=spec),
+        **launch,
+    )
+    slots = _multiply_groups(
+        _Operands(h, w2, b2, **blocks),
+        jax.ShapeDtypeStruct((rows, hidden_size), x.dtype),
+        name="grouped_gemm_down",
+        **launch,
+    )
+    return _combine(slots, plan, spec, num_tokens, interpret)
