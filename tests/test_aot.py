@@ -19,8 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.cases import MODELS
-from moe_pallas import MoE, MoESpec, Problem, fused_moe
-from moe_pallas.configs.schema import default_swap_ab
+from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe
+from moe_pallas.configs.heuristics import default_swap_ab
+from moe_pallas.configs.schema import SwapABConfig
+from moe_pallas.kernels import swap_ab
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200
 
@@ -167,6 +169,51 @@ def swap_ab_layer_case(num_tokens: int) -> aot.Case:
     )
 
 
+def moe_with_biases(*args: jax.Array, spec: MoESpec) -> jax.Array:
+    x, logits, w13, w2, b13, b2 = args
+    return fused_moe(x, logits, w13, w2, b13=b13, b2=b2, spec=spec, backend="swap_ab")
+
+
+def swap_ab_option_case(name: str, num_tokens: int, **options: Any) -> aot.Case:
+    """Other instructions in the kernel; what is around it is not looked at."""
+    sizes = {"num_experts": 32, "top_k": 4, "hidden_size": 1024, "intermediate_size": 704}
+    spec = MoESpec(**sizes, expert_bias=True, **options)
+    case = layer_case("", spec, num_tokens, max_launches=200)
+    biases = shapes(spec.param_shapes["b13"], spec.param_shapes["b2"])
+    return replace(
+        case,
+        name=f"swap_ab-{name}-{num_tokens}",
+        function=functools.partial(on_h200, functools.partial(moe_with_biases, spec=spec)),
+        args=(*case.args, *biases),
+        kernels=("swap_ab",),
+        max_registers=168,
+        max_temp_bytes=100_000_000,
+    )
+
+
+def experts_cut(*args: jax.Array, spec: MoESpec, config: SwapABConfig) -> jax.Array:
+    x, ids, weights, w13, w2 = args
+    return swap_ab.fused_experts(x, Routing(ids, weights), w13, w2, None, None, spec, config=config)
+
+
+def swap_ab_config_case(num_tokens: int, **config: int) -> aot.Case:
+    spec = MODELS["olmoe"]
+    case = layer_case("", spec, num_tokens, max_launches=1)
+    ids, weights = (
+        jax.ShapeDtypeStruct((num_tokens, spec.top_k), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
+    cut = functools.partial(experts_cut, spec=spec, config=SwapABConfig(**config))
+    return replace(
+        case,
+        name=f"swap_ab-config-{'-'.join(map(str, config.values()))}",
+        function=functools.partial(on_h200, cut),
+        args=(case.args[0], ids, weights, *case.args[2:]),
+        kernels=("swap_ab",),
+        max_registers=168,
+        max_temp_bytes=500_000_000,
+    )
+
+
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
 
 CASES = [
@@ -199,6 +246,13 @@ CASES = [
     swap_ab_case("qwen3-30b-a3b", 256),
     swap_ab_layer_case(1),
     swap_ab_layer_case(64),
+    swap_ab_option_case(
+        "clamped-interleaved", 8, gate_up="interleaved", swiglu_limit=7.0, swiglu_alpha=1.702
+    ),
+    swap_ab_option_case("relu2-on-input", 64, activation="relu2", weight_on="input"),
+    swap_ab_option_case("gelu_tanh-groups", 16, activation="gelu_tanh", num_expert_groups=4, top_k_groups=2),
+    swap_ab_config_case(8, block_m=8, num_stages=5, up_splits=4, down_splits=2),
+    swap_ab_config_case(64, block_m=64, num_stages=3, up_splits=2, down_splits=2),
 ]
 
 
