@@ -154,6 +154,10 @@ def warp_max(x: Int) -> Int:
     return Int(np.repeat(_by_warp(x).max(1), 32))
 
 
+def warp_min(x: Int) -> Int:
+    return Int(np.repeat(_by_warp(x).min(1), 32))
+
+
 def warp_sum(x: Int) -> Int:
     return Int(np.repeat(_by_warp(x).sum(1, dtype=np.uint32), 32))
 
@@ -268,6 +272,7 @@ NAMES = [
     "for_range",
     "warp_barrier",
     "warp_max",
+    "warp_min",
     "warp_sum",
     "warp_ballot",
     "warp_equals",

@@ -1,11 +1,11 @@
 """The choice of experts by router logits, one warp a token: the heart of `_routing`.
 
-A warp holds a token's logits in registers, as words of the same order (`_key`): each lane has neighbouring
-experts, in stripes of up to four, one vector in global memory, sorted in descending order. Then ``top_k``
-rounds of choice follow, in which only the heads of the stripes take part: the largest key of all lanes wins,
-of several that in the lowest lane, of several there that in the lowest stripe, so the lowest expert. The
-lane that has it notes the expert and takes it out of its stripe. Weights come last, a slot a lane, for as
-many of the warp's tokens at a time as have room.
+A warp holds a token's logits in registers, as words of the same order (`_key`). Lane l has them in stripes:
+of the ``32 · width`` neighbouring experts of a stripe the ``width`` from ``width · l`` on, one vector in
+global memory, sorted in descending order. Then ``top_k`` rounds of choice follow, in which only the heads of
+the stripes take part: the largest key of all lanes wins, of several the lowest expert (with one stripe, that
+in the lowest lane). The lane that has it notes the expert and takes it out of its stripe. Weights come last,
+a slot a lane, for as many of the warp's tokens at a time as have room.
 
 If there are more tokens than warps, a warp has two in hand: while it waits for one, it does the other. What
 counts then is how many instructions go through the integer pipe, which takes two cycles for each: so a step
@@ -39,6 +39,7 @@ from moe_pallas.kernels._simt import (
     warp_float_max,
     warp_float_sum,
     warp_max,
+    warp_min,
     warp_take,
 )
 from moe_pallas.spec import MoESpec, Scoring
@@ -155,7 +156,7 @@ class Router:
         num_experts, width = self._spec.num_experts, self._width
         found: list[Float] = []
         for first in range(0, self._per_lane, width):
-            place = self._lane * self._per_lane + first
+            place = self._lane * width + 32 * first
             if num_experts % width == 0:
                 found += memory.load_vector(minimum(place, num_experts - width) + start, width)
             else:
@@ -218,7 +219,8 @@ class Router:
         """``value`` if the lane's element ``index`` stands for an expert."""
         if 32 * self._per_lane == self._spec.num_experts:
             return value
-        is_expert = self._lane * self._per_lane < max(0, self._spec.num_experts - index)
+        first = index % self._width + index // self._width * 32 * self._width
+        is_expert = self._lane * self._width < max(0, self._spec.num_experts - first)
         return select(is_expert, value, otherwise)
 
     def _sorted(self, keys: list[Int], first: int) -> list[Int]:
@@ -245,18 +247,25 @@ class Router:
         size = self._width + 1
         parts = [stripes[i : i + size] for i in range(0, len(stripes), size)]
         have = [head.equals(top) for head, *_ in parts]
-        has_any = _tree(lambda x, y: x | y, have)
-        has_won = has_any & (warp_ballot(has_any) & self._lower_lanes).equals(0)
-        place = parts[-1][-1] & 0xFF
-        for has, (*_, order) in reversed(list(zip(have[:-1], parts[:-1], strict=True))):
-            place = select(has, order & 0xFF, place)
+        # Of the lane's logits, number n in stripe s is that of expert lane · width + 31 · width · s + n.
+        starts = [self._lane * self._width + 31 * self._width * s for s in range(len(parts))]
+        experts = [(order & 0xFF) + start for (*_, order), start in zip(parts, starts, strict=True)]
+        if len(parts) == 1:
+            expert = experts[0]
+            has_won = have[0] & (warp_ballot(have[0]) & self._lower_lanes).equals(0)
+            pops = [has_won]
+        else:
+            mine = Int.of(NONE)
+            for has, expert in reversed(list(zip(have, experts, strict=True))):
+                mine = select(has, expert, mine)
+            expert = warp_min(mine)
+            has_won = mine.equals(expert)
+            pops = [e.equals(expert) for e in experts]
         rest: list[Int] = []
-        is_here = has_won
-        for has, (*keys, order) in zip(have, parts, strict=True):
-            pops, is_here = is_here & has, is_here & ~has
-            rest += [select(pops, b, a) for a, b in zip(keys, [*keys[1:], Int.of(0)], strict=True)]
-            rest.append(select(pops, order >> 8, order) if self._width > 1 else order)
-        return has_won, self._lane * self._per_lane + place, rest
+        for is_here, (*keys, order) in zip(pops, parts, strict=True):
+            rest += [select(is_here, b, a) for a, b in zip(keys, [*keys[1:], Int.of(0)], strict=True)]
+            rest.append(select(is_here, order >> 8, order) if self._width > 1 else order)
+        return has_won, expert, rest
 
     def _score(self, logit: Float, best: Float, total: Float) -> Float:
         match self._spec.scoring:

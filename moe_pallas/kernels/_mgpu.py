@@ -92,8 +92,8 @@ def _value(scalar: Any) -> ir.Value:
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
     """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see.
 
-    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait will end this one: a trap
-    here would make ptxas wait for each WGMMA that follows.
+    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait ends this one: a trap here
+    would make ptxas wait for each WGMMA that follows.
     """
     bits = _TICKETS_PER_LAUNCH.bit_length() - 1
 

@@ -249,6 +249,11 @@ def warp_max(x: Int) -> Int:
     return _reduce(x, mgpu.utils.ReductionKind.UMAX)
 
 
+def warp_min(x: Int) -> Int:
+    """Return the smallest of the lanes' values."""
+    return _reduce(x, mgpu.utils.ReductionKind.UMIN)
+
+
 def warp_sum(x: Int) -> Int:
     """Return the sum of the lanes' values."""
     return _reduce(x, mgpu.utils.ReductionKind.ADD)
