@@ -93,7 +93,9 @@ def make_blocks(routing: Routing, num_experts: int, block_m: int) -> BlockPlan:
     per_expert = -(-plan.group_sizes // block_m)
     block_ends = jnp.cumsum(per_expert, dtype=jnp.int32)
     blocks = jnp.arange(min(num_experts, num_slots) + num_slots // block_m, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(block_ends, blocks, side="right"), num_experts - 1)
+    expert = jnp.minimum(
+        jnp.searchsorted(block_ends, blocks, side="right", method="compare_all"), num_experts - 1
+    )
     expert = expert.astype(jnp.int32)
     skipped = (blocks - (block_ends - per_expert)[expert]) * block_m  # the expert's rows in earlier blocks
     first = plan.group_offsets[expert] + skipped

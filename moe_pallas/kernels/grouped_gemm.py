@@ -26,7 +26,8 @@ runs on across items. Barriers in shared memory:
     empty   2          each consumer, one step late                              producer
 
 The producer waits for the gather of step s after it has begun that of step s + lag; the stage for that is
-free when the consumers have begun step s + lag - num_stages + 1, which must be before s: lag <= num_stages - 2.
+free when the consumers have begun step s + lag - num_stages + 1, which must be before s. So lag is at most
+num_stages - 2.
 
 Shared memory of a CTA: num_stages * (128 + 256) * 64 * 2 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
 
@@ -37,11 +38,6 @@ the same order wherever it stands in a block.
 
 Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
 multiples of 64, from 128 on. Runs of weight rows past the end of a matrix are multiplied but not stored.
-
-What a layer can reach at T = 8192, from 790 TFLOP/s and 4.4 TB/s (operands, results and weights once each);
-us of the first GEMM, compute | memory, of the second, and of the combine (memory):
-
-CEILINGS
 """
 
 from __future__ import annotations
@@ -186,7 +182,7 @@ def _produce(launch: _Launch) -> None:
             stage = launch.stage(step)
 
             @pl.when(step >= stages)
-            def _() -> None:
+            def _await_empty() -> None:
                 plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
 
             columns = pl.ds(k * _BLOCK_K, _BLOCK_K)
@@ -202,7 +198,7 @@ def _produce(launch: _Launch) -> None:
                 copy_rows(k, stage)
 
                 @pl.when(step >= lag)
-                def _() -> None:
+                def _landed() -> None:
                     _mgpu.await_gather(lag, interpret=launch.interpret)
                     plgpu.barrier_arrive(scratch.full.at[launch.stage(step - lag)])
 
@@ -273,7 +269,7 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array, heigh
 
 
 def _consume(launch: _Launch, consumer: jax.Array) -> None:
-    operands, scratch = launch.operands, launch.scratch
+    operands, scratch, gated = launch.operands, launch.scratch, launch.gate_up is not None
 
     def consume(i: jax.Array, _: None) -> None:
         item = launch.item(i)
@@ -281,36 +277,40 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
         def run(height: int) -> None:
             product = _multiply(launch, consumer, i * launch.steps, height)
             count = 0  # of results of this item
-            for part in range(height // _RUN):
-                for value, column_run in finish(item, product[part * _RUN : (part + 1) * _RUN], part):
-                    store(item, value.astype(launch.out.dtype), part, column_run, count)
+            for half in range(launch.runs_per_consumer):
+                column_run = launch.run(item.tile, consumer, half)
+                for part in range(height // _RUN):
+                    rows = product[part * _RUN : (part + 1) * _RUN]
+                    halves = [rows[:, :_RUN], rows[:, _RUN:]]
+                    value = finish(item, halves if gated else [halves[half]], part, column_run)
+                    # A run past the end is a consumer's last: `count` holds for all that are stored.
+                    pl.when(column_run < launch.runs)(
+                        functools.partial(store, item, value, part, column_run, count)
+                    )
                     count += 1
 
         _by_height(item.size, run)
 
-    def finish(item: _Item, product: jax.Array, part: int) -> list[tuple[jax.Array, jax.Array]]:
-        """Results from 64 rows of the product, (64, 64) each, and the runs of columns that they are."""
-        halves = [product[:, :_RUN], product[:, _RUN:]]
-        runs = [launch.run(item.tile, consumer, half) for half in range(2)]
+    def finish(item: _Item, halves: list[jax.Array], part: int, run: jax.Array) -> jax.Array:
+        """A result (64, 64) from gate and up, or from the only branch."""
         if operands.weight_of_row is not None:
             weights = plgpu.load(
                 operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + part * _RUN, 8), _RUN)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
-            halves = [half * lax.broadcast_in_dim(weights, half.shape, (0,)) for half in halves]
+            halves = [value * lax.broadcast_in_dim(weights, value.shape, (0,)) for value in halves]
         if operands.bias is not None:
-            for half in range(2):
-                at = launch.bias_columns(item.expert, runs[half], half)
+            for branch, value in enumerate(halves):
                 bias = plgpu.load(
-                    operands.bias.at[at], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                    operands.bias.at[launch.bias_columns(item.expert, run, branch)],
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
                 ).astype(jnp.float32)
-                halves[half] = halves[half] + lax.broadcast_in_dim(bias, halves[half].shape, (1,))
-        if launch.activate is None:
-            return list(zip(halves, runs, strict=True))
-        if launch.gate_up is None:
-            return [(launch.activate(half, None), run) for half, run in zip(halves, runs, strict=True)]
-        return [(launch.activate(*halves), runs[0])]
+                halves[branch] = value + lax.broadcast_in_dim(bias, value.shape, (1,))
+        if launch.activate is not None:
+            halves = [launch.activate(*halves) if gated else launch.activate(halves[0], None)]
+        return halves[0].astype(launch.out.dtype)
 
     def store(item: _Item, value: jax.Array, part: int, run: jax.Array, count: int) -> None:
         """Send 64 rows on their way, as many of them as there are in the block."""
@@ -326,23 +326,18 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             plgpu.copy_smem_to_gmem(
                 tile.at[pl.ds(start, rows)],
                 launch.out.at[pl.ds(pl.multiple_of(row + start, 8), rows), columns],
-                commit_group=False,
             )
 
-        @pl.when(run < launch.runs)
-        def _() -> None:
-            @pl.when(size >= _RUN)
-            def _all() -> None:
-                copy(0, _RUN)
+        @pl.when(size >= _RUN)
+        def _all() -> None:
+            copy(0, _RUN)
 
-            @pl.when(size < _RUN)
-            def _some() -> None:
-                # Eight at a time: the next block starts at the next multiple of 8.
-                @pl.loop(0, lax.div(size + 7, jnp.int32(8)))
-                def _(i: jax.Array) -> None:
-                    copy(pl.multiple_of(8 * i, 8), 8)
-
-        plgpu.commit_smem_to_gmem_group()
+        @pl.when(size < _RUN)
+        def _some() -> None:
+            # Eight at a time: the next block starts at the next multiple of 8.
+            @pl.loop(0, lax.div(size + 7, jnp.int32(8)))
+            def _(i: jax.Array) -> None:
+                copy(pl.multiple_of(8 * i, 8), 8)
 
     lax.fori_loop(0, launch.items, consume, None)
     plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
