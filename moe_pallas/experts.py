@@ -282,7 +282,11 @@ def _config(selection: Selection) -> SwapABConfig:
 
 def _with_gradient(kernel: Callable[..., jax.Array], portable: Callable[..., jax.Array]) -> Any:
     """Give a kernel the gradient of a function that computes the same, and let ``vmap`` call it in turn."""
-    run = jax.custom_vjp(jax.custom_batching.sequential_vmap(kernel))
+    one_by_one = jax.custom_batching.sequential_vmap(kernel)
+
+    @jax.custom_vjp
+    def run(*args: Any) -> jax.Array:
+        return xla.vary_like(one_by_one(*args), *jax.tree.leaves(args))  # Pallas loses track in shard_map
 
     def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
         return run(*args), args

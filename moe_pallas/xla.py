@@ -141,9 +141,13 @@ def _varying_axes(array: jax.Array) -> frozenset[str]:
 
 def _zeros(shape: tuple[int, ...], *operands: jax.Array) -> jax.Array:
     """Float32 zeros that, inside ``shard_map``, vary over the mesh axes that any operand varies over."""
+    return vary_like(jnp.zeros(shape, jnp.float32), *operands)
+
+
+def vary_like(array: jax.Array, *operands: jax.Array) -> jax.Array:
+    """Make an array that varies over no mesh axis vary over those that any operand varies over."""
     axes = frozenset[str]().union(*map(_varying_axes, operands))
-    zeros = jnp.zeros(shape, jnp.float32)
-    return lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+    return lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
 def _like_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:

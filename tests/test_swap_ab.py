@@ -87,18 +87,9 @@ def make_tiny(**options: Any) -> MoESpec:
     return MoESpec(**({"num_experts": 3, "top_k": 2, "hidden_size": 128, "intermediate_size": 128} | options))
 
 
-_WIDE = pytest.mark.xfail(reason="the interpreted store also touches rows past the block's", strict=True)
-_TYPE = pytest.mark.xfail(reason="the result is not marked as varying over a mesh axis", strict=True)
-WRONG = {
-    "half a block of 32": _WIDE,
-    "every width": _WIDE,
-    "gradients in shard_map": _TYPE,
-}
-
-
 def by_name(names: str, cases: dict[str, tuple[Any, ...]]) -> pytest.MarkDecorator:
     """One test for each case."""
-    params = [pytest.param(*case, id=name, marks=WRONG.get(name, ())) for name, case in cases.items()]
+    params = [pytest.param(*case, id=name) for name, case in cases.items()]
     return pytest.mark.parametrize(names.split(), params)
 
 

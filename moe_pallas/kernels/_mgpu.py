@@ -92,8 +92,8 @@ def _value(scalar: Any) -> ir.Value:
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
     """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see.
 
-    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait ends this one: a trap here
-    would make ptxas wait for each WGMMA that follows.
+    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait ends this one: a trap
+    here would make ptxas wait for each WGMMA that follows.
     """
     bits = _TICKETS_PER_LAUNCH.bit_length() - 1
 
@@ -354,10 +354,12 @@ def store_columns(
 ) -> None:
     """``ref[row + j, column + i] = value[i, j]`` of a (64, n) accumulator, for j < size and i < num_rows."""
     if interpret:
-        n = value.shape[1]
-        keep = lax.broadcasted_iota(jnp.int32, (n, num_rows), 0) < size
-        at = (pl.ds(row, n), pl.ds(column, num_rows))
-        ref[at] = jnp.where(keep, value[:num_rows].T, ref[at])
+
+        @pl.loop(0, size)
+        def _(j: jax.Array) -> None:
+            values = lax.dynamic_index_in_dim(value[:num_rows], j, 1, keepdims=False)
+            ref[row + j, pl.ds(column, num_rows)] = values
+
         return
     row_length = ref.shape[1]
     itemsize = jnp.dtype(value.dtype).itemsize
