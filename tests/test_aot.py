@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks.cases import MODELS
 from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe
 from moe_pallas.configs.heuristics import default_swap_ab
-from moe_pallas.configs.schema import SwapABConfig
-from moe_pallas.kernels import swap_ab
+from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
+from moe_pallas.kernels import grouped_gemm, swap_ab
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200
 
@@ -214,6 +214,35 @@ def swap_ab_config_case(num_tokens: int, **config: int) -> aot.Case:
     )
 
 
+def experts_grouped(*args: jax.Array, spec: MoESpec) -> jax.Array:
+    x, ids, weights, w13, w2, *biases = args
+    config = GroupedGemmConfig()
+    return grouped_gemm.fused_experts(
+        x, Routing(ids, weights), w13, w2, *(biases or (None, None)), spec, config=config
+    )
+
+
+def grouped_gemm_case(name: str, spec: MoESpec, num_tokens: int) -> aot.Case:
+    """The plan, both products and the combine, which ask for h, the slots and some integers."""
+    params = spec.param_shapes
+    x, w13, w2 = shapes((num_tokens, spec.hidden_size), params["w13"], params["w2"], dtype=jnp.bfloat16)
+    ids, weights = (
+        jax.ShapeDtypeStruct((num_tokens, spec.top_k), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
+    biases = shapes(params["b13"], params["b2"]) if spec.expert_bias else ()
+    rows = GroupedGemmConfig().max_rows(Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16"))
+    columns = spec.hidden_size + spec.intermediate_size
+    return aot.Case(
+        name=f"grouped_gemm-{name}-{num_tokens}",
+        function=functools.partial(on_h200, functools.partial(experts_grouped, spec=spec)),
+        args=(x, ids, weights, w13, w2, *biases),
+        kernels=("grouped_gemm_up", "grouped_gemm_down", "combine_slots"),
+        max_launches=25,
+        max_registers=168,
+        max_temp_bytes=2 * rows * columns + 64 * rows + sum(4 * b.size for b in biases) + 100_000,
+    )
+
+
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
 
 CASES = [
@@ -246,6 +275,23 @@ CASES = [
     swap_ab_case("qwen3-30b-a3b", 256),
     swap_ab_layer_case(1),
     swap_ab_layer_case(64),
+    *(
+        grouped_gemm_case(name, spec, num_tokens)
+        for name, spec in MODELS.items()
+        for num_tokens in (512, 8192)
+    ),
+    *(
+        grouped_gemm_case(
+            "-".join(map(str, options.values())), replace(QWEN3_30B, expert_bias=True, **options), 300
+        )
+        for options in (
+            {"activation": "swiglu", "swiglu_limit": 7.0, "weight_on": "input", "gate_up": "interleaved"},
+            {"activation": "geglu_tanh", "intermediate_size": 704, "hidden_size": 1088},
+            {"activation": "relu2", "weight_on": "input"},
+            {"activation": "silu"},
+            {"activation": "gelu_tanh"},
+        )
+    ),
     swap_ab_option_case(
         "clamped-interleaved", 8, gate_up="interleaved", swiglu_limit=7.0, swiglu_alpha=1.702
     ),
