@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,260 +55,23 @@ from moe_pallas.activations import activate_branches
 from moe_pallas.configs.lists import supports_logits
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _routing
-from moe_pallas.plan import BlockPlan, make_blocks
+from moe_pallas.kernels._combine import combine, keep_if
+from moe_pallas.kernels._launch import CONSUMER, TOKENS, WEIGHTS, Buffers, Launch, Operands, Scratch
+from moe_pallas.kernels._schedule import Item
+from moe_pallas.plan import make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
-_CONSUMER, _WEIGHTS, _TOKENS = range(3)  # warpgroups
 _HALF = SwapABConfig.HALF
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 72
 
 
-class _Operands(NamedTuple):
-    """What a launch reads. Of ``plan``, ``ids`` and ``logits`` one says where tokens go."""
-
-    x: Any  # (T, D)
-    w13: Any  # (E, 2, F, D), (E, F, 2, D) or (E, F, D)
-    w2: Any  # (E, D, F)
-    b13: Any = None  # (E, 2F) or (E, F)
-    b2: Any = None  # (E, D)
-    flags: Any = None
-    plan: BlockPlan | None = None
-    ids: Any = None  # (T, top_k) int32
-    weights: Any = None  # (T, top_k) float32
-    logits: Any = None  # (T, E)
-    correction_bias: Any = None  # (E,)
-    real: Any = None  # (1,) or (T,) int32
-
-
-class _Buffers(NamedTuple):
-    """What one phase leaves to the next in global memory."""
-
-    h: Any = None  # (rows, F)
-    slots: Any = None  # (down_splits * rows, D) float32
-    parts: Any = None  # (items of the first GEMM, 2, 64, block_m) float32, of all its splits but the last
-
-
-class _Scratch(NamedTuple):
-    """Shared memory."""
-
-    w: Any
-    x: Any
-    epoch: Any
-    w_full: Any
-    x_full: Any
-    empty: Any
-    drawn: Any
-    lists: Any = None
-    routing: Any = None
-
-
-class _Item(NamedTuple):
-    """A tile of weight rows times a block of tokens, over part of the contraction."""
-
-    number: jax.Array
-    block: jax.Array
-    tile: jax.Array
-    split: jax.Array
-    first_step: jax.Array
-    num_steps: jax.Array
-
-
-class _Launch:
-    """What the roles of a CTA share: statics, references, and which items are this CTA's."""
-
-    def __init__(
-        self,
-        operands: _Operands,
-        y: Any,
-        buffers: _Buffers,
-        scratch: _Scratch,
-        *,
-        spec: MoESpec,
-        config: SwapABConfig,
-        num_tokens: int,
-        num_ctas: int,
-        phases: frozenset[str],
-        interpret: bool,
-    ):
-        self.operands, self.y, self.buffers, self.scratch = operands, y, buffers, scratch
-        self.spec, self.config, self.num_tokens, self.num_ctas = spec, config, num_tokens, num_ctas
-        self.phases, self.interpret = phases, interpret
-        self.is_fused = len(phases) > 1
-        self.cta = lax.axis_index("cta")
-        self.up_tiles, self.up_width, self.up_steps = (
-            config.up_tiles(spec),
-            config.up_width(spec),
-            config.up_steps(spec),
-        )
-        self.down_tiles, self.down_steps = config.down_tiles(spec), config.down_steps(spec)
-        self.up_part = -(-self.up_steps // config.up_splits)
-        self.down_part = -(-self.down_steps // config.down_splits)
-        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
-        self.max_rows = config.max_rows(problem)
-        self.flag_of_cta = config.max_up_items(problem)  # after those of the first GEMM's items
-        self.plan: Any = self._route()
-        self._deal()
-
-    def _route(self) -> Any:
-        """Find out where tokens go: given as a plan, or written to shared memory by this CTA."""
-        operands, lists = self.operands, self.scratch.lists
-        statics: Any = {"spec": self.spec, "num_tokens": self.num_tokens, "block_m": self.config.block_m}
-        if operands.plan is not None:
-            return operands.plan
-        if operands.logits is not None:
-            _routing.route_logits(
-                operands.logits,
-                operands.correction_bias,
-                operands.real,
-                lists,
-                self.scratch.routing,
-                **statics,
-            )
-        else:
-            _routing.route_ids(operands.ids, operands.weights, lists, self.scratch.routing, **statics)
-        return lists
-
-    def _deal(self) -> None:
-        """Deal out the items. Who has an item less of the first GEMM gets more of the second."""
-        num_ctas, config = self.num_ctas, self.config
-        blocks = self.plan.num_blocks[0]
-        ups = blocks * (self.up_tiles * config.up_splits) if "up" in self.phases else jnp.int32(0)
-        downs = blocks * (self.down_tiles * config.down_splits) if "down" in self.phases else jnp.int32(0)
-        rounds, over = _divmod(ups, num_ctas)
-        self.ups, self.rounds = ups, rounds
-        self.my_ups = rounds + jnp.where(self.cta < over, 1, 0)
-        # CTAs from `over` on come first in the second GEMM. While the others are at their last item of the
-        # first, they get `ahead` items each, of blocks that the full rounds have finished.
-        self.early = num_ctas - over
-        finished = lax.div(rounds * num_ctas, jnp.int32(self.up_tiles * config.up_splits))
-        ready = finished * (self.down_tiles * config.down_splits)
-        self.ahead = jnp.where(
-            over > 0, jnp.minimum(self.up_part // self.down_part, lax.div(ready, self.early)), 0
-        )
-        place = self.cta - over
-        self.place = jnp.where(place < 0, place + num_ctas, place)
-        dealt = self.ahead * self.early
-        self.my_ahead = jnp.where(self.place < self.early, self.ahead, 0)
-        self.first_down = dealt + self.place
-        self.my_downs = self.my_ahead + lax.div(
-            jnp.maximum(downs - self.first_down + num_ctas - 1, 0), jnp.int32(num_ctas)
-        )
-
-    def up(self, i: jax.Array) -> _Item:
-        """This CTA's i-th item of the first GEMM."""
-        number = self.cta + i * self.num_ctas
-        return self._item(number, self.config.up_splits, self.up_tiles, self.up_part, self.up_steps)
-
-    def down(self, i: jax.Array) -> _Item:
-        """This CTA's i-th item of the second GEMM."""
-        ahead = self.place + i * self.early
-        number = jnp.where(i < self.my_ahead, ahead, self.first_down + (i - self.my_ahead) * self.num_ctas)
-        return self._item(number, self.config.down_splits, self.down_tiles, self.down_part, self.down_steps)
-
-    def _item(self, number: jax.Array, splits: int, tiles: int, part: int, steps: int) -> _Item:
-        rest, split = _divmod(number, splits)
-        block, tile = _divmod(rest, tiles)
-        first = split * part
-        return _Item(number, block, tile, split, first, jnp.minimum(part, steps - first))
-
-    def up_row(self, tile: jax.Array) -> jax.Array:
-        """First column of h that a tile makes; the last tile is moved back to end with the matrix."""
-        return jnp.minimum(tile * self.up_width, self.spec.intermediate_size - self.up_width)
-
-    def down_row(self, tile: jax.Array) -> jax.Array:
-        """First column of y that a tile makes."""
-        width = self.config.down_width()
-        return jnp.minimum(tile * width, self.spec.hidden_size - width)
-
-    def up_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], ...]:
-        """Where the two halves of a tile stand in w13: gate and up, or two runs of the only branch."""
-        row, count = self.up_row(tile), self.config.up_rows
-        rows = pl.ds(row, count)
-        if not self.spec.gated:
-            return (expert, rows), (expert, pl.ds(row + count, count))
-        if self.spec.gate_up is GateUp.STACKED:
-            return (expert, 0, rows), (expert, 1, rows)
-        return (expert, rows, 0), (expert, rows, 1)
-
-    def up_biases(self, expert: jax.Array, tile: jax.Array, width: int) -> list[jax.Array]:
-        """Biases of the two halves, (64, width) float32 each."""
-        row = self.up_row(tile)
-        stride = 1
-        if not self.spec.gated:
-            firsts = (row, row + self.config.up_rows)
-        elif self.spec.gate_up is GateUp.STACKED:
-            firsts = (row, row + self.spec.intermediate_size)
-        else:
-            firsts, stride = (2 * row, 2 * row + 1), 2
-        return [
-            self._bias(self.operands.b13, expert, first, stride, self.config.up_rows, width)
-            for first in firsts
-        ]
-
-    def down_halves(self, expert: jax.Array, tile: jax.Array) -> tuple[tuple[Any, ...], ...]:
-        """Where the two halves of a tile stand in w2."""
-        row, count = self.down_row(tile), self.config.down_rows
-        return (expert, pl.ds(row, count)), (expert, pl.ds(row + count, count))
-
-    def down_biases(self, expert: jax.Array, tile: jax.Array, width: int) -> list[jax.Array]:
-        """Biases of the two halves, (64, width) float32 each."""
-        row, count = self.down_row(tile), self.config.down_rows
-        return [self._bias(self.operands.b2, expert, first, 1, count, width) for first in (row, row + count)]
-
-    def _bias(
-        self, ref: Any, expert: jax.Array, first: jax.Array, stride: int, count: int, width: int
-    ) -> jax.Array:
-        return _mgpu.load_column(
-            ref, expert, first, stride=stride, num_rows=count, width=width, interpret=self.interpret
-        )
-
-    def by_width(self, block: jax.Array, run: Callable[[int], None]) -> None:
-        """``run(width)`` for the least of 8, 16, ... block_m columns that hold the block's tokens."""
-        if self.config.block_m == 8:
-            run(8)
-            return
-        size = self.plan.block_size[block]
-        width = 8
-        while width <= self.config.block_m:
-            least = 0 if width == 8 else width // 2
-            pl.when(jnp.logical_and(size > least, size <= width))(functools.partial(run, width))
-            width *= 2
-
-    def walk(self, phase: str, body: Callable[[jax.Array, jax.Array], jax.Array], step: Any) -> Any:
-        """``step = body(i, step)`` for each item i of this CTA in a phase, if this launch has the phase."""
-        count = {"up": self.my_ups, "down": self.my_downs}[phase]
-        return lax.fori_loop(0, count, body, step) if phase in self.phases else step
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.config.num_stages))
-
-    def await_empty(self, step: jax.Array) -> jax.Array:
-        """Wait until the stage of a step is free; return the stage."""
-        stage = self.stage(step)
-
-        @pl.when(step >= self.config.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[stage])  # what it held is multiplied
-
-        return stage
-
-    def drain(self, steps: jax.Array) -> None:
-        """Wait for what `await_empty` did not: a barrier may go when all its completions were seen."""
-        late = jnp.minimum(steps, self.config.num_stages)
-
-        @pl.loop(0, late)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[self.stage(steps - late + i)])
-
-
-def _load_weights(launch: _Launch) -> None:
+def _load_weights(launch: Launch) -> None:
     operands, scratch, config = launch.operands, launch.scratch, launch.config
 
-    def load(source: Any, halves: tuple[Any, ...], count: int, item: _Item, step: jax.Array) -> jax.Array:
+    def load(source: Any, halves: tuple[Any, ...], count: int, item: Item, step: jax.Array) -> jax.Array:
         def copy(k: jax.Array, step: jax.Array) -> jax.Array:
             stage = launch.await_empty(step)
             columns = pl.ds((item.first_step + k) * config.BLOCK_K, config.BLOCK_K)
@@ -323,13 +86,13 @@ def _load_weights(launch: _Launch) -> None:
         return lax.fori_loop(0, item.num_steps, copy, step)
 
     def up(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.up(i)
+        item = launch.schedule.up(i)
         expert = launch.plan.block_expert[item.block]
         rows = launch.up_halves(expert, item.tile)
         return load(operands.w13, rows, config.up_rows, item, step)
 
     def down(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.down(i)
+        item = launch.schedule.down(i)
         expert = launch.plan.block_expert[item.block]
         rows = launch.down_halves(expert, item.tile)
         return load(operands.w2, rows, config.down_rows, item, step)
@@ -337,12 +100,13 @@ def _load_weights(launch: _Launch) -> None:
     launch.drain(launch.walk("down", down, launch.walk("up", up, jnp.int32(0))))
 
 
-def _load_tokens(launch: _Launch) -> None:
+def _load_tokens(launch: Launch) -> None:
     operands, scratch, plan, config = launch.operands, launch.scratch, launch.plan, launch.config
+    width, tiles = config.up_width(launch.spec), config.up_tiles(launch.spec)
     lag = min(3, config.num_stages - 2)  # gathers on their way; the consumer frees a stage one step late
 
     def up(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.up(i)
+        item = launch.schedule.up(i)
         first, size = plan.block_first[item.block], plan.block_size[item.block]
 
         def gather(k: jax.Array, step: jax.Array) -> jax.Array:
@@ -379,21 +143,19 @@ def _load_tokens(launch: _Launch) -> None:
         plgpu.barrier_wait(scratch.drawn)  # the launch's number is in shared memory
 
     def down(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.down(i)
+        item = launch.schedule.down(i)
         row = plan.block_row[item.block]
         if launch.is_fused:
             # Those tiles of the first GEMM that make columns of this part.
-            first = lax.div(item.first_step * config.BLOCK_K, jnp.int32(launch.up_width))
+            first = lax.div(item.first_step * config.BLOCK_K, jnp.int32(width))
             end = (item.first_step + item.num_steps) * config.BLOCK_K
-            last = jnp.minimum(
-                lax.div(end + launch.up_width - 1, jnp.int32(launch.up_width)), launch.up_tiles
-            )
+            last = jnp.minimum(lax.div(end + width - 1, jnp.int32(width)), tiles)
             _mgpu.await_flags(
                 operands.flags,
-                (item.block * launch.up_tiles + first) * config.up_splits,
+                (item.block * tiles + first) * config.up_splits,
                 (last - first) * config.up_splits,
                 scratch.epoch,
-                warpgroup=_TOKENS,
+                warpgroup=TOKENS,
             )
             _mgpu.proxy_fence()  # h was written by ordinary stores, TMA reads it
 
@@ -416,7 +178,7 @@ def _load_tokens(launch: _Launch) -> None:
     launch.drain(launch.walk("down", down, step))
 
 
-def _multiply(launch: _Launch, step: jax.Array, num_steps: jax.Array, width: int) -> tuple[jax.Array, ...]:
+def _multiply(launch: Launch, step: jax.Array, num_steps: jax.Array, width: int) -> tuple[jax.Array, ...]:
     """Both halves of a tile times ``width`` tokens: (64, width) float32 each."""
     scratch = launch.scratch
 
@@ -442,16 +204,16 @@ def _multiply(launch: _Launch, step: jax.Array, num_steps: jax.Array, width: int
     return pl.run_scoped(accumulate, *[plgpu.ACC((_HALF, width), jnp.float32)] * 2)
 
 
-def _compute(launch: _Launch) -> None:
+def _compute(launch: Launch) -> None:
     operands, scratch, buffers, plan = launch.operands, launch.scratch, launch.buffers, launch.plan
     spec, config = launch.spec, launch.config
 
-    def add_parts(item: _Item, halves: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
+    def add_parts(item: Item, halves: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
         """The other splits' results before this one's, in their order."""
         others = config.up_splits - 1
         first = item.number - others
         if launch.is_fused:
-            _mgpu.await_flags(operands.flags, first, jnp.int32(others), scratch.epoch, warpgroup=_CONSUMER)
+            _mgpu.await_flags(operands.flags, first, jnp.int32(others), scratch.epoch, warpgroup=CONSUMER)
         return tuple(
             functools.reduce(
                 jnp.add,
@@ -468,7 +230,7 @@ def _compute(launch: _Launch) -> None:
             for i, half in enumerate(halves)
         )
 
-    def finish_up(item: _Item, halves: tuple[jax.Array, ...], width: int) -> None:
+    def finish_up(item: Item, halves: tuple[jax.Array, ...], width: int) -> None:
         expert, row = plan.block_expert[item.block], plan.block_row[item.block]
         if spec.weight_on is WeightOn.INPUT:
             weights = plgpu.load(
@@ -497,7 +259,7 @@ def _compute(launch: _Launch) -> None:
             )
 
     def up(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.up(i)
+        item = launch.schedule.up(i)
 
         def run(width: int) -> None:
             halves = _multiply(launch, step, item.num_steps, width)
@@ -520,14 +282,14 @@ def _compute(launch: _Launch) -> None:
         return step + item.num_steps
 
     def down(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.down(i)
+        item = launch.schedule.down(i)
 
         def run(width: int) -> None:
             halves = _multiply(launch, step, item.num_steps, width)
             if spec.expert_bias:
                 biases = launch.down_biases(plan.block_expert[item.block], item.tile, width)
                 halves = tuple(
-                    half + _keep_if(item.split == 0, bias) for half, bias in zip(halves, biases, strict=True)
+                    half + keep_if(item.split == 0, bias) for half, bias in zip(halves, biases, strict=True)
                 )
             for i, half in enumerate(halves):
                 _mgpu.store_columns(
@@ -546,88 +308,21 @@ def _compute(launch: _Launch) -> None:
     launch.walk("down", down, launch.walk("up", up, jnp.int32(0)))
 
 
-def _combine(launch: _Launch) -> None:
-    """Add up the slots of each token; pieces of rows go round the CTAs."""
-    spec, plan, slots = launch.spec, launch.plan, launch.buffers.slots
-    width = _piece_width(spec.hidden_size, launch.num_tokens, launch.num_ctas)
-    per_token = -(-spec.hidden_size // width)
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=min(4, width // 128))
-    pieces = launch.num_tokens * per_token
-
-    def value(slot: jax.Array, column: jax.Array) -> jax.Array:
-        row = plan.row_of_slot[slot]
-        total = functools.reduce(
-            jnp.add,
-            [
-                plgpu.load(
-                    slots.at[s * launch.max_rows + jnp.maximum(row, 0), pl.ds(column, width)],
-                    layout=layout,
-                    optimized=False,
-                )
-                for s in range(launch.config.down_splits)
-            ],
-        )
-        if spec.weight_on is WeightOn.OUTPUT:
-            total = total * plan.weight_of_slot[slot]
-        return _keep_if(row >= 0, total)
-
-    @pl.when(launch.cta < pieces)
-    def _() -> None:
-        if launch.is_fused:
-            _mgpu.await_flags(
-                launch.operands.flags,
-                jnp.int32(launch.flag_of_cta),
-                jnp.int32(launch.num_ctas),
-                launch.scratch.epoch,
-                warpgroup=_CONSUMER,
-            )
-
-        @pl.loop(0, lax.div(pieces - launch.cta + launch.num_ctas - 1, jnp.int32(launch.num_ctas)))
-        def _(i: jax.Array) -> None:
-            token, piece = _divmod(launch.cta + i * launch.num_ctas, per_token)
-            column = jnp.minimum(piece * width, spec.hidden_size - width)
-            first = token * spec.top_k
-            if spec.top_k * launch.config.down_splits <= 16:
-                # Unrolled, all loads start before the first is needed.
-                total = functools.reduce(jnp.add, [value(first + j, column) for j in range(spec.top_k)])
-            else:
-                zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
-                total = lax.fori_loop(0, spec.top_k, lambda j, sum_: sum_ + value(first + j, column), zero)
-            launch.y[token, pl.ds(column, width)] = total.astype(launch.y.dtype)
-
-
-def _piece_width(hidden_size: int, num_tokens: int, num_ctas: int) -> int:
-    """Columns that are combined at once: as few as still leave every CTA one piece at most."""
-    width = 128
-    while width < 1024 and 2 * width <= hidden_size and num_tokens * -(-hidden_size // width) > num_ctas:
-        width *= 2
-    return width
-
-
-def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(a, jnp.int32(b))
-    return quotient, a - quotient * b
-
-
-def _keep_if(condition: jax.Array, value: jax.Array) -> jax.Array:
-    return jnp.where(lax.broadcast(condition, value.shape), value, 0.0)
-
-
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
-    launch = _Launch(*unflatten(refs), **statics)
+    launch = Launch(*unflatten(refs), **statics)
     warpgroup = lax.axis_index("wg")
 
-    @pl.when(warpgroup == _WEIGHTS)
+    @pl.when(warpgroup == WEIGHTS)
     def _() -> None:
         plgpu.set_max_registers(_WEIGHTS_REGISTERS, action="decrease")
         _load_weights(launch)
 
-    @pl.when(warpgroup == _TOKENS)
+    @pl.when(warpgroup == TOKENS)
     def _() -> None:
         plgpu.set_max_registers(_TOKENS_REGISTERS, action="decrease")
         _load_tokens(launch)
 
-    @pl.when(warpgroup == _CONSUMER)
+    @pl.when(warpgroup == CONSUMER)
     def _() -> None:
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
         if launch.is_fused:
@@ -637,7 +332,7 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
         if launch.is_fused:
             _mgpu.raise_flag(launch.operands.flags, launch.flag_of_cta + launch.cta, launch.scratch.epoch)
         if "combine" in launch.phases:
-            _combine(launch)
+            combine(launch)
         if launch.is_fused:
             _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
@@ -680,7 +375,7 @@ def fused_moe(
     Returns:
       (T, D) in x's dtype.
     """
-    operands = _Operands(x, w13, w2, b13, b2, logits=logits, correction_bias=correction_bias, real=real)
+    operands = Operands(x, w13, w2, b13, b2, logits=logits, correction_bias=correction_bias, real=real)
     return _run(operands, spec, config, num_ctas, None)
 
 
@@ -715,7 +410,7 @@ def fused_experts(
     Returns:
       (T, D) in x's dtype.
     """
-    operands = _Operands(x, w13, w2, b13, b2)
+    operands = Operands(x, w13, w2, b13, b2)
     problem = Problem(spec=spec, num_tokens=x.shape[0], dtype=x.dtype.name)
     if interpret is None and config.makes_lists(problem):
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
@@ -725,7 +420,7 @@ def fused_experts(
 
 
 def _run(
-    operands: _Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int | None, interpret: Any
+    operands: Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int | None, interpret: Any
 ) -> jax.Array:
     x = operands.x
     num_tokens, hidden_size = x.shape
@@ -743,24 +438,24 @@ def _run(
     run = functools.partial(_call, spec=spec, config=config, num_ctas=num_ctas, interpret=interpret)
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(items + num_ctas))
-        return run(operands, y, _Buffers(h, slots, parts), phases=frozenset({"up", "down", "combine"}))[0]
+        return run(operands, y, Buffers(h, slots, parts), phases=frozenset({"up", "down", "combine"}))[0]
     # The interpreter has no flags: one launch a phase.
-    _, made = run(operands, None, _Buffers(h=h, parts=parts), phases=frozenset({"up"}))
-    _, made = run(operands, None, _Buffers(h=made.h, slots=slots), phases=frozenset({"down"}))
-    return run(operands, y, _Buffers(slots=made.slots), phases=frozenset({"combine"}))[0]
+    _, made = run(operands, None, Buffers(h=h, parts=parts), phases=frozenset({"up"}))
+    _, made = run(operands, None, Buffers(h=made.h, slots=slots), phases=frozenset({"down"}))
+    return run(operands, y, Buffers(slots=made.slots), phases=frozenset({"combine"}))[0]
 
 
 def _call(
-    operands: _Operands,
+    operands: Operands,
     y: Any,
-    buffers: _Buffers,
+    buffers: Buffers,
     *,
     spec: MoESpec,
     config: SwapABConfig,
     num_ctas: int,
     phases: frozenset[str],
     interpret: Any,
-) -> tuple[Any, _Buffers]:
+) -> tuple[Any, Buffers]:
     """Launch the kernel: of y and the buffers it makes those that are shapes, and takes the arrays."""
 
     def is_made(leaf: Any) -> bool:
@@ -771,7 +466,7 @@ def _call(
     outputs = [leaf for leaf in leaves if is_made(leaf)]
     x, stages = operands.x, config.num_stages
     tile = _mgpu.operand_transforms(x.dtype)
-    scratch = _Scratch(
+    scratch = Scratch(
         w=plgpu.SMEM((stages, 2 * _HALF, config.BLOCK_K), x.dtype, transforms=tile),
         x=plgpu.SMEM((stages, config.block_m, config.BLOCK_K), x.dtype, transforms=tile),
         epoch=plgpu.SMEM((2,), jnp.int32),
