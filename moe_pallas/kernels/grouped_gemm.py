@@ -37,7 +37,8 @@ bitwise repeatable, and do not depend on the other tokens: every row is computed
 the same order wherever it stands in a block.
 
 Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
-multiples of 64, from 128 on. Runs of weight rows past the end of a matrix are multiplied but not stored.
+multiples of 64, from 128 on. A consumer whose weight rows all lie past the end of a matrix lets its turn
+pass; with one of two runs there, it multiplies both and stores one.
 """
 
 from __future__ import annotations
@@ -283,13 +284,25 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
                     rows = product[part * _RUN : (part + 1) * _RUN]
                     halves = [rows[:, :_RUN], rows[:, _RUN:]]
                     value = finish(item, halves if gated else [halves[half]], part, column_run)
-                    # A run past the end is a consumer's last: `count` holds for all that are stored.
+                    # A run past the end comes last: `count` holds for all that are stored.
                     pl.when(column_run < launch.runs)(
                         functools.partial(store, item, value, part, column_run, count)
                     )
                     count += 1
 
-        _by_height(item.size, run)
+        has_columns = launch.run(item.tile, consumer, 0) < launch.runs
+
+        @pl.when(has_columns)
+        def _multiply_and_store() -> None:
+            _by_height(item.size, run)
+
+        @pl.when(jnp.logical_not(has_columns))
+        def _pass() -> None:
+            @pl.loop(0, launch.steps)
+            def _free(k: jax.Array) -> None:
+                stage = launch.stage(i * launch.steps + k)
+                plgpu.barrier_wait(scratch.full.at[stage])  # not before the other consumer's turn
+                plgpu.barrier_arrive(scratch.empty.at[stage])
 
     def finish(item: _Item, halves: list[jax.Array], part: int, run: jax.Array) -> jax.Array:
         """A result (64, 64) from gate and up, or from the only branch."""
