@@ -57,6 +57,39 @@ def make_plan(topk_ids: jax.Array, num_experts: int) -> Plan:
     return Plan(group_sizes, group_offsets, slot_of_row, row_of_slot)
 
 
+class Blocks(NamedTuple):
+    """Groups of rows cut into blocks of up to ``block_m`` rows of one group each. Arrays are int32.
+
+    Attributes:
+      num_blocks: (1,). Blocks that exist; the size of the others is 0.
+      first_block: (G,). First block of each group.
+      group, first, size: (B,). A block's group, its first row, and how many it has.
+    """
+
+    num_blocks: jax.Array
+    first_block: jax.Array
+    group: jax.Array
+    first: jax.Array
+    size: jax.Array
+
+
+def cut_groups(group_sizes: jax.Array, group_offsets: jax.Array, block_m: int, num_rows: int) -> Blocks:
+    """Cut groups, of which the g-th has ``group_sizes[g]`` rows from ``group_offsets[g]`` on, into blocks.
+
+    ``num_rows`` bounds the sum of the sizes.
+    """
+    num_groups = group_sizes.size
+    per_group = -(-group_sizes // block_m)
+    ends = jnp.cumsum(per_group, dtype=jnp.int32)
+    blocks = jnp.arange(min(num_groups, num_rows) + num_rows // block_m, dtype=jnp.int32)
+    # Every end compared with every block: one launch, where a binary search is a loop of them.
+    group = jnp.searchsorted(ends, blocks, side="right", method="compare_all")
+    group = jnp.minimum(group, num_groups - 1).astype(jnp.int32)
+    skipped = (blocks - (ends - per_group)[group]) * block_m  # the group's rows in earlier blocks
+    size = jnp.where(blocks < ends[-1], jnp.clip(group_sizes[group] - skipped, 0, block_m), 0)
+    return Blocks(ends[-1:], ends - per_group, group, group_offsets[group] + skipped, size)
+
+
 class BlockPlan(NamedTuple):
     """Rows cut into blocks of one expert each, as the Swap-AB kernel walks over them; S = T * top_k slots.
 
@@ -90,30 +123,21 @@ def make_blocks(routing: Routing, num_experts: int, block_m: int) -> BlockPlan:
     num_tokens, top_k = routing.topk_ids.shape
     num_slots = num_tokens * top_k
     plan = make_plan(routing.topk_ids, num_experts)
-    per_expert = -(-plan.group_sizes // block_m)
-    block_ends = jnp.cumsum(per_expert, dtype=jnp.int32)
-    blocks = jnp.arange(min(num_experts, num_slots) + num_slots // block_m, dtype=jnp.int32)
-    expert = jnp.minimum(
-        jnp.searchsorted(block_ends, blocks, side="right", method="compare_all"), num_experts - 1
-    )
-    expert = expert.astype(jnp.int32)
-    skipped = (blocks - (block_ends - per_expert)[expert]) * block_m  # the expert's rows in earlier blocks
-    first = plan.group_offsets[expert] + skipped
-    size = jnp.clip(plan.group_sizes[expert] - skipped, 0, block_m)
-    size = jnp.where(blocks < block_ends[-1], size, 0)
+    cut = cut_groups(plan.group_sizes, plan.group_offsets, block_m, num_slots)
+    first_block, expert, first, size = cut.first_block, cut.group, cut.first, cut.size
     padded = -(-size // 8) * 8
     row = jnp.cumsum(padded, dtype=jnp.int32) - padded
     ids = routing.topk_ids.reshape(-1)
     dropped = (ids < 0) | (ids >= num_experts)
     expert_of_slot = jnp.where(dropped, 0, ids)
     place = plan.row_of_slot - plan.group_offsets[expert_of_slot]
-    block_of_slot = (block_ends - per_expert)[expert_of_slot] + place // block_m
+    block_of_slot = first_block[expert_of_slot] + place // block_m
     block_of_slot = jnp.where(dropped, 0, block_of_slot)
     weights = routing.topk_weights.reshape(-1).astype(jnp.float32)
     row_of_slot = jnp.where(dropped, -1, row[block_of_slot] + place % block_m)
     rows = jnp.where(dropped, 8 * num_slots + block_m, row_of_slot)
     return BlockPlan(
-        num_blocks=block_ends[-1:],
+        num_blocks=cut.num_blocks,
         block_expert=expert,
         block_row=row,
         block_first=first,
