@@ -142,6 +142,66 @@ def test_interpreted_nan_of_others_stays_out() -> None:
     assert_same_bits(interpret(spec, x, Routing(ids, weights), params), clean)
 
 
+def grouped_inputs(
+    sizes: tuple[int, ...],
+    num_rows: int,
+    num_matrices: int,
+    contracted: int,
+    columns: int,
+    contract_last: bool,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(lhs, rhs, group_sizes); lhs is NaN where it belongs to no group."""
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((num_rows, contracted))
+    lhs[sum(sizes) :] = np.nan
+    shape = (columns, contracted) if contract_last else (contracted, columns)
+    rhs = contracted**-0.5 * rng.standard_normal((num_matrices, *shape))
+    return jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype), jnp.asarray(sizes, jnp.int32)
+
+
+def check_groups(
+    y: NDArray, lhs: jax.Array, rhs: jax.Array, sizes: tuple[int, ...], offset: int, contract_last: bool
+) -> None:
+    """Each row against the truth; rows of no group are exactly 0."""
+    want = np.zeros(y.shape)
+    starts = np.cumsum((0, *sizes))
+    for group, matrix in enumerate(np.asarray(rhs, np.float64), start=offset):
+        rows = slice(starts[group], starts[group + 1])
+        want[rows] = np.asarray(lhs, np.float64)[rows] @ (matrix.T if contract_last else matrix)
+    assert_close(y, want)
+    end = starts[offset + len(rhs)]
+    assert not y[: starts[offset]].any()
+    assert not y[end:].any()
+
+
+# Each: group sizes, rows, columns, the first group, matrices, where the contraction stands, CTAs.
+GROUPS: dict[str, tuple[tuple[int, ...], int, int, int, int, bool, int]] = {
+    "any row, a run past the end": ((3, 70, 0, 9), 83, 192, 0, 4, True, 2),
+    "contraction first, rows of no group": ((5, 66), 150, 128, 0, 2, False, 3),
+    "others' groups": ((67, 4, 11, 3), 90, 128, 1, 2, True, 2),
+    "no rows in any group": ((0, 0), 9, 128, 0, 2, True, 2),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_interpreted(name: str) -> None:
+    sizes, num_rows, columns, offset, num_matrices, contract_last, num_ctas = GROUPS[name]
+    lhs, rhs, group_sizes = grouped_inputs(sizes, num_rows, num_matrices, 128, columns, contract_last)
+    y = without_races(
+        lambda: grouped_gemm.multiply_groups(
+            lhs,
+            rhs,
+            group_sizes,
+            group_offset=offset,
+            contract_last=contract_last,
+            num_ctas=num_ctas,
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+    )
+    check_groups(y, lhs, rhs, sizes, offset, contract_last)
+
+
 def test_what_it_refuses() -> None:
     def objection(config: GroupedGemmConfig = CONFIG, dtype: str = "bfloat16", **options: Any) -> str:
         return config.validate(Problem(spec=make_spec(**options), num_tokens=9, dtype=dtype)) or ""
@@ -245,6 +305,25 @@ def test_options(options: dict[str, Any], dtype: str) -> None:
 def test_sizes(sizes: tuple[int, ...]) -> None:
     spec = dataclasses.replace(SPEC, num_experts=len(sizes), top_k=1)
     check(spec, sum(sizes), with_sizes(*sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contract_last", [True, False])
+@pytest.mark.parametrize("columns", [64, 128, 192, 704, 2048])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_groups(contract_last: bool, columns: int, dtype: Any) -> None:
+    multiply = jax.jit(functools.partial(grouped_gemm.multiply_groups, contract_last=contract_last))
+    for sizes, num_rows, offset, num_matrices in (
+        ((3, 700, 0, 129, 65), 897, 0, 5),
+        ((127, 1, 0, 300), 1000, 1, 2),
+        ((0, 0, 0), 77, 0, 3),
+        ((5, 6, 0), 11, 2, 1),
+    ):
+        lhs, rhs, group_sizes = grouped_inputs(
+            sizes, num_rows, num_matrices, 320, columns, contract_last, dtype
+        )
+        y = multiply(lhs, rhs, group_sizes, group_offset=offset)
+        check_groups(np.asarray(y), lhs, rhs, sizes, offset, contract_last)
 
 
 @pytest.mark.gpu

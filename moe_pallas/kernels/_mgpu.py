@@ -37,6 +37,7 @@ _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not l
 
 # Named barriers (bar.sync): 0 is the CTA's, Mosaic takes 1 + warpgroup.
 _PUBLISH_BARRIER, _GATHER_BARRIER, _AWAIT_BARRIER = 8, 9, 10  # the last and two more: one a warpgroup
+_STORE_BARRIER = 13  # and one more: one a warpgroup
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -409,6 +410,8 @@ def gather_tile(
 ) -> Callable[[jax.Array, jax.Array], None]:
     """Find rows ``token_of[first : first + size]`` of x, size <= 128; return a function that copies them.
 
+    Without ``token_of``, rows ``first : first + size``.
+
     ``copy(step, stage)`` starts to copy 64 columns from ``64 * step`` on into stage ``stage`` of ``x_smem``
     (stages, 128, 64), in the layout of a WGMMA operand. Rows past ``size`` keep what they held: a row of the
     product depends on its own row alone.
@@ -420,12 +423,14 @@ def gather_tile(
         def copy_rows(step: jax.Array, stage: jax.Array) -> None:
             @pl.loop(0, size)
             def _(j: jax.Array) -> None:
-                x_smem[stage, j, :] = x_gmem[token_of[first + j], pl.ds(step * block_k, block_k)]
+                row = first + j if token_of is None else token_of[first + j]
+                x_smem[stage, j, :] = x_gmem[row, pl.ds(step * block_k, block_k)]
 
         return copy_rows
     # Thread t copies chunk t % 8 (16 bytes) of rows t / 8, t / 8 + 16, …: it keeps the tokens of 8 rows.
     per_thread = block_m // 16
     held = plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
+    look_up = "" if token_of is None else "mad.wide.s32 a, r, 4, $1; @p ld.global.b32 r, [a];"
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
@@ -440,8 +445,8 @@ def gather_tile(
                 [_address(tokens), _value(first), _value(size)],
                 f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
                 mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
-                setp.lt.s32 p, r, $3; add.s32 r, r, $2; mad.wide.s32 a, r, 4, $1;
-                mov.b32 $0, -1; @p ld.global.b32 $0, [a]; }}""",
+                setp.lt.s32 p, r, $3; add.s32 r, r, $2; {look_up}
+                selp.b32 $0, r, -1, p; }}""",
                 "=&r,l,r,r,~{memory}",
                 has_side_effects=True,
             )
@@ -486,5 +491,68 @@ def gather_tile(
             **rows,
         )
 
-    found = find(token_of, first, size)
+    found = find(x_gmem if token_of is None else token_of, first, size)
     return lambda step, stage: gather(x_gmem, x_smem, found, step, stage)
+
+
+def store_tile(
+    tiles_smem: Any,
+    at: tuple[jax.Array, Any],
+    out_gmem: Any,
+    row: jax.Array,
+    column: jax.Array,
+    size: jax.Array,
+    *,
+    interpret: bool,
+) -> None:
+    """``out[row + j, column + i] = tiles[at][j, i]`` of a 16-bit tile (64, 64), for j < size, at any row.
+
+    ``tiles_smem`` (warpgroups, n, 64, 64) has the layout of WGMMA operands, ``at`` begins with the running
+    warpgroup. The tile may be written again when this returns.
+    """
+    _, count, rows, columns = tiles_smem.shape
+    assert (rows, columns) == (64, 64), tiles_smem.shape
+    if interpret:
+
+        @pl.loop(0, jnp.minimum(size, rows))
+        def _(j: jax.Array) -> None:
+            out_gmem[row + j, pl.ds(column, columns)] = tiles_smem[(*at, j)]
+
+        return
+    row_bytes = 2 * out_gmem.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(operand_transforms(tiles_smem.dtype)), plgpu.RefType(), *[_SCALAR] * 5)
+    )
+    def store(
+        ctx: Any, tiles: Any, out: Any, warpgroup: Any, tile: Any, row: Any, column: Any, size: Any
+    ) -> None:
+        # Thread t copies chunk t % 8 (16 bytes) of rows t / 8, t / 8 + 16, …: 8 threads write 128 bytes.
+        copies = "".join(
+            f"""
+            setp.gt.s32 p, s, {j}; @p ld.shared.v4.b32 {{v0, v1, v2, v3}}, [source+{128 * j}];
+            @p st.global.v4.b32 [a], {{v0, v1, v2, v3}}; add.s64 a, a, {16 * row_bytes};"""
+            for j in range(0, rows, 16)
+        )
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 r, c, d, s, source, v0, v1, v2, v3; .reg .b64 a;
+            add.s32 d, %[warpgroup], {_STORE_BARRIER}; bar.sync d, 128;
+            mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3; sub.s32 s, %[size], r;
+            mad.lo.s32 d, %[warpgroup], {count}, %[tile];
+            mad.lo.s32 source, d, {2 * rows * columns}, %[tiles]; mad.lo.u32 source, r, 128, source;
+            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 source, d, 16, source;
+            add.s32 r, r, %[row]; mul.wide.s32 a, r, {row_bytes}; add.s64 a, a, %[out];
+            mad.lo.u32 c, c, 8, %[column]; mad.wide.s32 a, c, 2, a;
+            {copies}
+            add.s32 d, %[warpgroup], {_STORE_BARRIER}; bar.sync d, 128; }}""",
+            tiles=_shared_address(tiles),
+            out=_address(out),
+            warpgroup=_value(warpgroup),
+            tile=_value(tile),
+            row=_value(row),
+            column=_value(column),
+            size=_value(size),
+        )
+
+    warpgroup, tile = at
+    store(tiles_smem, out_gmem, warpgroup, jnp.int32(tile), row, column, size)

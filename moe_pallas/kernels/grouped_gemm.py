@@ -56,15 +56,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moe_pallas.activations import activate_branches
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _mgpu
-from moe_pallas.plan import BlockPlan, make_blocks
+from moe_pallas.kernels._combine_slots import combine_slots
+from moe_pallas.plan import cut_groups, make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
 _PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
 _RUN = 64  # weight rows, and columns of a result, that are loaded and stored together
+_DEFAULT = GroupedGemmConfig()
 _BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
-
-_UNROLLED_SLOTS = 16
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
@@ -74,15 +74,16 @@ class _Operands(NamedTuple):
     """What a launch reads."""
 
     rows: Any  # (T, K), to be gathered, or (rows of the plan, K)
-    weights: Any  # (E, N, K), or with gate and up apart (E, 2, N, K) or (E, N, 2, K)
+    weights: Any  # (E, N, K) or (E, K, N), or with gate and up apart (E, 2, N, K) or (E, N, 2, K)
     bias: Any  # (E, N) or (E, 2, N); or None
     num_blocks: Any
     block_expert: Any
     block_row: Any
     block_size: Any
-    block_first: Any = None  # given with token_of: rows are gathered
+    block_first: Any = None  # where a block's tokens start in token_of; given if rows are gathered
     token_of: Any = None
     weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
+    grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
 
 
 class _Scratch(NamedTuple):
@@ -116,13 +117,16 @@ class _Launch:
         *,
         gate_up: GateUp | None,
         activate: Callable[..., jax.Array] | None,
+        contract_last: bool,
         config: GroupedGemmConfig,
         num_ctas: int,
         interpret: bool,
     ):
         self.operands, self.out, self.scratch = operands, out, scratch
         self.gate_up, self.activate, self.config = gate_up, activate, config
-        self.num_ctas, self.interpret = num_ctas, interpret
+        self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
+        self.gathers = operands.block_first is not None
+        self.is_compact = operands.grouped_rows is not None  # no rows between blocks
         self.runs = out.shape[1] // _RUN  # of columns of the result
         self.runs_per_consumer = 2 if gate_up is None else 1
         self.tiles = -(-self.runs // (2 * self.runs_per_consumer))
@@ -136,7 +140,8 @@ class _Launch:
         number = self.cta + i * self.num_ctas
         block, tile = plgpu.planar_snake(number, (self.blocks, self.tiles), 0, self.config.band)
         operands = self.operands
-        row = pl.multiple_of(operands.block_row[block], 8)
+        row = operands.block_row[block]
+        row = row if self.is_compact else pl.multiple_of(row, 8)
         return _Item(block, tile, operands.block_expert[block], row, operands.block_size[block])
 
     def run(self, tile: jax.Array, consumer: Any, half: int) -> jax.Array:
@@ -144,16 +149,20 @@ class _Launch:
         first = (2 * tile + consumer) * self.runs_per_consumer
         return first if self.gate_up is not None else first + half
 
+    def run_columns(self, run: jax.Array) -> Any:
+        """Columns of a run; past the end, of the last one."""
+        return pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
+
     def weight_rows(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
-        """Where the weight rows of a run stand; past the end, those of the last run."""
-        rows = pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
+        """Where the weight rows of a run stand."""
+        rows = self.run_columns(run)
         if self.gate_up is None:
             return (expert, rows)
         return (expert, half, rows) if self.gate_up is GateUp.STACKED else (expert, rows, half)
 
-    def bias_columns(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
-        """Where the biases of a run stand; past the end, those of the last run."""
-        columns = pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
+    def biases(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
+        """Where the biases of a run stand."""
+        columns = self.run_columns(run)
         return (expert, columns) if self.gate_up is None else (expert, half, columns)
 
     def stage(self, step: jax.Array) -> jax.Array:
@@ -163,8 +172,20 @@ class _Launch:
 
 def _produce(launch: _Launch) -> None:
     operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
-    gathers = operands.token_of is not None
+    gathers = launch.gathers
     lag = min(2, stages - 2) if gathers else 0  # gathers on their way; a consumer frees a stage one step late
+
+    def load_weights(item: _Item, columns: Any, stage: jax.Array) -> None:
+        for consumer in range(2):
+            for half in range(2 if launch.contract_last else 1):
+                run = launch.run(item.tile, consumer, half)
+                if launch.contract_last:
+                    source = (*launch.weight_rows(item.expert, run, half), columns)
+                    target = scratch.weights.at[stage, pl.ds((2 * consumer + half) * _RUN, _RUN)]
+                else:
+                    source = (item.expert, columns, pl.ds(launch.run_columns(run).start, 2 * _RUN))
+                    target = scratch.weights.at[stage, consumer]
+                plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
 
     def produce(i: jax.Array, _: None) -> None:
         item = launch.item(i)
@@ -187,14 +208,7 @@ def _produce(launch: _Launch) -> None:
                 plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
 
             columns = pl.ds(k * _BLOCK_K, _BLOCK_K)
-            for place in range(4):
-                consumer, half = divmod(place, 2)
-                rows = launch.weight_rows(item.expert, launch.run(item.tile, consumer, half), half)
-                plgpu.copy_gmem_to_smem(
-                    operands.weights.at[(*rows, columns)],
-                    scratch.weights.at[stage, pl.ds(place * _RUN, _RUN)],
-                    scratch.full.at[stage],
-                )
+            load_weights(item, columns, stage)
             if gathers:
                 copy_rows(k, stage)
 
@@ -245,15 +259,16 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array, heigh
     scratch = launch.scratch
     mine = pl.ds(pl.multiple_of(consumer * 2 * _RUN, 2 * _RUN), 2 * _RUN)
 
+    def weights(stage: jax.Array) -> Any:
+        if launch.contract_last:
+            return scratch.weights.at[stage, mine].transpose((1, 0))
+        return scratch.weights.at[stage, consumer]
+
     def accumulate(accumulator: Any) -> jax.Array:
         def multiply(k: jax.Array, _: None) -> None:
             stage = launch.stage(first_step + k)
             plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
-            plgpu.wgmma(
-                accumulator,
-                scratch.rows.at[stage, pl.ds(0, height)],
-                scratch.weights.at[stage, mine].transpose((1, 0)),
-            )
+            plgpu.wgmma(accumulator, scratch.rows.at[stage, pl.ds(0, height)], weights(stage))
             plgpu.wgmma_wait(1)  # that of the stage before is done
 
             @pl.when(k > 0)
@@ -316,7 +331,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
         if operands.bias is not None:
             for branch, value in enumerate(halves):
                 bias = plgpu.load(
-                    operands.bias.at[launch.bias_columns(item.expert, run, branch)],
+                    operands.bias.at[launch.biases(item.expert, run, branch)],
                     layout=plgpu.Layout.WGMMA.reduce(0),
                     optimized=False,
                 ).astype(jnp.float32)
@@ -328,12 +343,16 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
     def store(item: _Item, value: jax.Array, part: int, run: jax.Array, count: int) -> None:
         """Send 64 rows on their way, as many of them as there are in the block."""
         tile = scratch.results.at[consumer, count % 2]
+        row, size = item.row + part * _RUN, item.size - part * _RUN
+        if launch.is_compact:
+            tile[...] = value
+            store_rows(count % 2, row, run, size)
+            return
         # The tile is free again: nothing of the item before is left, and of this one all but the last.
         plgpu.wait_smem_to_gmem(min(count, 1), wait_read_only=True)
         tile[...] = value
         plgpu.commit_smem()  # TMA sees it
         columns = pl.ds(pl.multiple_of(run * _RUN, _RUN), _RUN)
-        row, size = item.row + part * _RUN, item.size - part * _RUN
 
         def copy(start: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -352,7 +371,27 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             def _(i: jax.Array) -> None:
                 copy(pl.multiple_of(8 * i, 8), 8)
 
+    def store_rows(tile: int, row: jax.Array, run: jax.Array, size: jax.Array) -> None:
+        _mgpu.store_tile(
+            scratch.results, (consumer, tile), launch.out, row, run * _RUN, size, interpret=launch.interpret
+        )
+
+    def clear(first: Any, end: Any) -> None:
+        """Set rows to 0, 64 by 64 of them at a time."""
+        pieces = lax.div(end - first + _RUN - 1, jnp.int32(_RUN)) * launch.runs
+        me, all_ = 2 * launch.cta + consumer, 2 * launch.num_ctas
+
+        @pl.loop(0, lax.div(jnp.maximum(pieces - me + all_ - 1, 0), jnp.int32(all_)))
+        def _(i: jax.Array) -> None:
+            piece = me + i * all_
+            row = first + lax.div(piece, jnp.int32(launch.runs)) * _RUN
+            store_rows(0, row, lax.rem(piece, jnp.int32(launch.runs)), end - row)
+
     lax.fori_loop(0, launch.items, consume, None)
+    if launch.is_compact:
+        scratch.results.at[consumer, 0][...] = jnp.zeros((_RUN, _RUN), launch.out.dtype)
+        clear(jnp.int32(0), operands.grouped_rows[0])
+        clear(operands.grouped_rows[1], jnp.int32(launch.out.shape[0]))
     plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
 
 
@@ -371,7 +410,7 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
         _consume(launch, warpgroup)
 
 
-def _multiply_groups(
+def _call(
     operands: _Operands,
     out: jax.ShapeDtypeStruct,
     *,
@@ -381,15 +420,17 @@ def _multiply_groups(
     name: str,
     gate_up: GateUp | None = None,
     activate: Callable[..., jax.Array] | None = None,
+    contract_last: bool = True,
 ) -> jax.Array:
     """Launch the kernel: each block of rows times the weights of its expert."""
     dtype, stages = operands.rows.dtype, config.num_stages
     tile = _mgpu.operand_transforms(dtype)
+    weights_tile = (4 * _RUN, _BLOCK_K) if contract_last else (2, _BLOCK_K, 2 * _RUN)
     scratch = _Scratch(
         rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
-        weights=plgpu.SMEM((stages, 4 * _RUN, _BLOCK_K), dtype, transforms=tile),
+        weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
-        full=plgpu.Barrier(num_arrivals=5, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=5 if contract_last else 3, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     )
     leaves, tree = jax.tree.flatten(operands)
@@ -404,6 +445,7 @@ def _multiply_groups(
             unflatten=unflatten,
             gate_up=gate_up,
             activate=activate,
+            contract_last=contract_last,
             config=config,
             num_ctas=num_ctas,
             interpret=interpret is not None,
@@ -420,56 +462,6 @@ def _multiply_groups(
         kernel_name=name,
         interpret=interpret,
     )(*leaves)
-
-
-def _combine_kernel(
-    slots: Any, row_of_slot: Any, weight_of_slot: Any, y: Any, *, top_k: int, weighted: bool, width: int
-) -> None:
-    """Add up a piece of ``width`` columns of the slots of a token."""
-    hidden_size = y.shape[1]
-    token, piece = _divmod(lax.axis_index("piece"), -(-hidden_size // width))
-    column = jnp.minimum(piece * width, hidden_size - width)
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
-
-    def value(j: Any) -> jax.Array:
-        slot = token * top_k + j
-        row = row_of_slot[slot]
-        part = plgpu.load(
-            slots.at[jnp.maximum(row, 0), pl.ds(column, width)], layout=layout, optimized=False
-        ).astype(jnp.float32)
-        if weighted:
-            part = part * weight_of_slot[slot]
-        return jnp.where(lax.broadcast(row >= 0, part.shape), part, 0.0)
-
-    if top_k <= _UNROLLED_SLOTS:
-        # All loads start before the first is needed.
-        total = functools.reduce(jnp.add, [value(j) for j in range(top_k)])
-    else:
-        zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
-        total = lax.fori_loop(0, top_k, lambda j, sum_: sum_ + value(j), zero)
-    y[token, pl.ds(column, width)] = total.astype(y.dtype)
-
-
-def _combine(slots: jax.Array, plan: BlockPlan, spec: MoESpec, num_tokens: int, interpret: Any) -> jax.Array:
-    """Launch the sum over slots: a warpgroup for each piece of a token."""
-    hidden_size = spec.hidden_size
-    width = max(w for w in (128, 256, 512, 1024) if w <= hidden_size)
-    return plgpu.kernel(
-        functools.partial(
-            _combine_kernel, top_k=spec.top_k, weighted=spec.weight_on is WeightOn.OUTPUT, width=width
-        ),
-        out_type=jax.ShapeDtypeStruct((num_tokens, hidden_size), slots.dtype),
-        grid=(num_tokens * -(-hidden_size // width),),
-        grid_names=("piece",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name="combine_slots",
-        interpret=interpret,
-    )(slots, plan.row_of_slot, plan.weight_of_slot)
-
-
-def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    quotient = lax.div(a, jnp.int32(b))
-    return quotient, a - quotient * b
 
 
 def fused_experts(
@@ -516,7 +508,7 @@ def fused_experts(
         if b13 is not None:
             b13 = b13.reshape(spec.num_experts, *apart)
             b13 = b13 if spec.gate_up is GateUp.STACKED else b13.swapaxes(1, 2)
-    h = _multiply_groups(
+    h = _call(
         _Operands(
             x,
             w13,
@@ -532,10 +524,71 @@ def fused_experts(
         activate=functools.partial(activate_branches, spec=spec),
         **launch,
     )
-    slots = _multiply_groups(
+    slots = _call(
         _Operands(h, w2, b2, **blocks),
         jax.ShapeDtypeStruct((rows, hidden_size), x.dtype),
         name="grouped_gemm_down",
         **launch,
     )
-    return _combine(slots, plan, spec, num_tokens, interpret)
+    return combine_slots(slots, plan, spec, num_tokens, interpret)
+
+
+def supports(num_rows: int, contracted: int, columns: int, dtype: str) -> str | None:
+    """Say why `multiply_groups` can't do this; None if it can."""
+    if dtype not in ("bfloat16", "float16"):
+        return f"computes in bfloat16 or float16; got {dtype}."
+    if contracted % 64 or columns % 64 or not contracted or not columns:
+        return f"needs multiples of 64 as sizes of a matrix; got {contracted} contracted, {columns} columns."
+    return None if num_rows else "has no rows to compute."
+
+
+def multiply_groups(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    group_offset: jax.Array | int = 0,
+    contract_last: bool = True,
+    config: GroupedGemmConfig = _DEFAULT,
+    num_ctas: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Multiply each group of rows with its matrix: a few integers by XLA, then one launch.
+
+    Args:
+      lhs: (R, K) bfloat16 | float16. Group g has ``group_sizes[g]`` rows, after those of the groups before.
+      rhs: (G, N, K) in lhs's dtype; (G, K, N) without ``contract_last``.
+      group_sizes: (at least G,) int32, with a sum of at most R.
+      group_offset: () int32. The group that rhs[0] belongs to.
+      contract_last: Where the axis stands that is summed over.
+      config: How it is cut up.
+      num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
+      interpret: ``plgpu.InterpretGPUParams``, to run on a CPU.
+
+    Returns:
+      (R, N) in lhs's dtype, accumulated in float32. Rows of other groups, or of none, are 0.
+    """
+    num_rows, num_groups = len(lhs), len(rhs)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
+    sizes = lax.dynamic_slice_in_dim(group_sizes.astype(jnp.int32), group_offset, num_groups)
+    firsts = lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)
+    blocks = cut_groups(sizes, firsts, config.BLOCK_M, num_rows)
+    return _call(
+        _Operands(
+            lhs,
+            rhs,
+            None,
+            num_blocks=blocks.num_blocks,
+            block_expert=blocks.group,
+            block_row=blocks.first,
+            block_size=blocks.size,
+            block_first=blocks.first,
+            grouped_rows=jnp.stack([firsts[0], firsts[-1]]),
+        ),
+        jax.ShapeDtypeStruct((num_rows, rhs.shape[1 if contract_last else 2]), lhs.dtype),
+        name="grouped_gemm",
+        contract_last=contract_last,
+        config=config,
+        num_ctas=num_ctas or _mgpu.num_sms(),
+        interpret=interpret,
+    )
