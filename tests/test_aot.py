@@ -296,7 +296,7 @@ CASES = [
         "clamped-interleaved", 8, gate_up="interleaved", swiglu_limit=7.0, swiglu_alpha=1.702
     ),
     swap_ab_option_case("relu2-on-input", 64, activation="relu2", weight_on="input"),
-    swap_ab_option_case("gelu_tanh-groups", 16, activation="gelu_tanh", num_expert_groups=4, top_k_groups=2),
+    swap_ab_option_case("gelu-groups", 16, activation="gelu", num_expert_groups=4, top_k_groups=2),
     swap_ab_config_case(8, block_m=8, num_stages=5, up_splits=4, down_splits=2),
     swap_ab_config_case(64, block_m=64, num_stages=3, up_splits=2, down_splits=2),
 ]

@@ -113,7 +113,7 @@ INTERPRETED: dict[str, tuple[MoESpec, int, dict[str, int], SwapABConfig, int]] =
     ),
     "gated, weight on the input": (make_tiny(weight_on="input"), 9, {"low": -1}, small(), 2),
     "one token, silu": (make_tiny(num_experts=4, top_k=3, activation="silu"), 1, {}, small(), 4),
-    "one expert, gelu_tanh": (make_tiny(num_experts=1, top_k=1, activation="gelu_tanh"), 3, {}, small(), 1),
+    "one expert, gelu": (make_tiny(num_experts=1, top_k=1, activation="gelu"), 3, {}, small(), 1),
     "one hot expert, geglu_tanh": (
         make_tiny(num_experts=4, top_k=1, activation="geglu_tanh"),
         11,
@@ -446,6 +446,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relu2": {"activation": "relu2", "expert_bias": True},
     "silu": {"activation": "silu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
+    "gelu": {"activation": "gelu"},
+    "geglu": {"activation": "geglu"},
     "weight on the input": {"weight_on": "input", "expert_bias": True},
     "relu2, weight on the input": {"weight_on": "input", "activation": "relu2"},
 }

@@ -55,8 +55,6 @@ class SwapABConfig:
         ):
             if size % 64 or size < 128:
                 return f"needs {name} in multiples of 64 from 128 on; got {size}."
-        if spec.activation in (Activation.GEGLU, Activation.GELU):
-            return f"has no exact (erf) GELU, which activation={spec.activation.value!r} needs."
         if self.block_m not in (8, 16, 32, 64):
             return f"block_m is 8, 16, 32 or 64; got {self.block_m}."
         if not _LEAST_STAGES <= self.num_stages <= 32:

@@ -51,10 +51,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas.activations import activate_branches
 from moe_pallas.configs.lists import supports_logits
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _routing
+from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._combine import combine, keep_if
 from moe_pallas.kernels._launch import CONSUMER, TOKENS, WEIGHTS, Buffers, Launch, Operands, Scratch
 from moe_pallas.kernels._schedule import Item
@@ -244,9 +244,9 @@ def _compute(launch: Launch) -> None:
             halves = tuple(half + bias for half, bias in zip(halves, biases, strict=True))
         if spec.gated:
             gate, up = halves
-            results = [activate_branches(gate, up, spec)]
+            results = [activate(gate, up, spec)]
         else:
-            results = [activate_branches(half, None, spec) for half in halves]
+            results = [activate(half, None, spec) for half in halves]
         for i, h in enumerate(results):
             _mgpu.store_columns(
                 buffers.h,
