@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.cases import MODELS
-from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe
+from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped
 from moe_pallas.configs.heuristics import default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.kernels import grouped_gemm, swap_ab
@@ -237,10 +237,30 @@ def grouped_gemm_case(name: str, spec: MoESpec, num_tokens: int) -> aot.Case:
         function=functools.partial(on_h200, functools.partial(experts_grouped, spec=spec)),
         args=(x, ids, weights, w13, w2, *biases),
         kernels=("grouped_gemm_up", "grouped_gemm_down", "combine_slots"),
-        max_launches=25,
+        max_launches=21,
         max_registers=168,
         max_temp_bytes=2 * rows * columns + 64 * rows + sum(4 * b.size for b in biases) + 100_000,
     )
+
+
+def groups_case(transpose_rhs: bool) -> aot.Case:
+    """The public operation, with a hidden size of which the last tile is not whole."""
+    lhs, rhs = shapes(
+        (4096, 1024), (32, 1088, 1024) if transpose_rhs else (32, 1024, 1088), dtype=jnp.bfloat16
+    )
+    return aot.Case(
+        name=f"grouped_gemm-{'transposed' if transpose_rhs else 'plain'}",
+        function=functools.partial(on_h200, functools.partial(grouped_rows, transpose_rhs=transpose_rhs)),
+        args=(lhs, rhs, jax.ShapeDtypeStruct((32,), jnp.int32)),
+        kernels=("grouped_gemm",),
+        max_launches=8,
+        max_registers=168,
+        max_temp_bytes=50_000,
+    )
+
+
+def grouped_rows(*args: jax.Array, transpose_rhs: bool) -> jax.Array:
+    return grouped.grouped_gemm(*args, transpose_rhs=transpose_rhs, backend="grouped_gemm")
 
 
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
@@ -292,6 +312,8 @@ CASES = [
             {"activation": "gelu_tanh"},
         )
     ),
+    groups_case(True),
+    groups_case(False),
     swap_ab_option_case(
         "clamped-interleaved", 8, gate_up="interleaved", swiglu_limit=7.0, swiglu_alpha=1.702
     ),

@@ -22,9 +22,12 @@ from interpreted import make_routing, without_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy.typing import NDArray
 
-from moe_pallas import MoESpec, Problem, Routing, reference, xla
+from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, reference, xla
 from moe_pallas.configs.schema import GroupedGemmConfig
+from moe_pallas.grouped import grouped_gemm as public_grouped_gemm
 from moe_pallas.kernels import grouped_gemm
+from moe_pallas.oracle import assume_device
+from moe_pallas.spec import H200
 from moe_pallas.testing import assert_close, random_params, random_tokens
 
 CONFIG = GroupedGemmConfig()
@@ -202,6 +205,59 @@ def test_groups_interpreted(name: str) -> None:
     check_groups(y, lhs, rhs, sizes, offset, contract_last)
 
 
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_anywhere(name: str) -> None:
+    """The public operation, by XLA."""
+    sizes, num_rows, columns, offset, num_matrices, contract_last, _ = GROUPS[name]
+    lhs, rhs, group_sizes = grouped_inputs(sizes, num_rows, num_matrices, 128, columns, contract_last)
+    given = {"group_offset": offset} if num_matrices < len(sizes) else {}
+    y = public_grouped_gemm(lhs, rhs, group_sizes, transpose_rhs=contract_last, **given)
+    check_groups(np.asarray(y), lhs, rhs, sizes, offset, contract_last)
+
+
+def groups_loss(backend: str, transpose_rhs: bool, lhs: jax.Array, rhs: jax.Array, *rest: Any) -> jax.Array:
+    sizes, first = rest
+    y = public_grouped_gemm(lhs, rhs, sizes, transpose_rhs=transpose_rhs, group_offset=first, backend=backend)
+    return jnp.sum(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape) * y.astype(jnp.float32))
+
+
+def count_launches(function: Any, *args: Any) -> int:
+    """How often a kernel stands in a program for an H200."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    with assume_device(H200):
+        program = jax.jit(lambda *args: function(*args)).trace(*structs)
+        return program.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("transpose_rhs", [True, False])
+def test_groups_are_lowered(transpose_rhs: bool) -> None:
+    args = (*grouped_inputs((5, 6, 0), 40, 2, 128, 192, transpose_rhs), jnp.int32(1))
+    loss = functools.partial(groups_loss, "auto", transpose_rhs)
+    assert count_launches(loss, *args) == 1
+    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1)), *args) == 2
+    assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 1
+    odd = (*grouped_inputs((5, 6, 0), 40, 2, 128, 96, transpose_rhs), jnp.int32(1))
+    assert count_launches(loss, *odd) == 0
+
+
+def test_groups_refused() -> None:
+    lhs, rhs, sizes = grouped_inputs((5, 6), 11, 2, 128, 64, True)
+    with pytest.raises(UnsupportedError, match="Hopper"):
+        public_grouped_gemm(lhs, rhs, sizes, transpose_rhs=True, backend="grouped_gemm")
+    with assume_device(H200), pytest.raises(UnsupportedError, match="multiples of 64"):
+        public_grouped_gemm(lhs[:, :96], rhs[:, :, :96], sizes, transpose_rhs=True, backend="grouped_gemm")
+    with pytest.raises(ValueError, match="no backend 'fast'"):
+        public_grouped_gemm(lhs, rhs, sizes, transpose_rhs=True, backend="fast")
+    with pytest.raises(ValueError, match=r"need \(R, K\) and \(G, K, N\)"):
+        public_grouped_gemm(lhs, rhs, sizes)
+    with pytest.raises(ValueError, match="need one size a matrix"):
+        public_grouped_gemm(lhs, rhs[:1], sizes, transpose_rhs=True)
+    with pytest.raises(TypeError, match="need one dtype"):
+        public_grouped_gemm(lhs, rhs.astype(jnp.float16), sizes, transpose_rhs=True)
+    with pytest.raises(TypeError, match="group_sizes are integers"):
+        public_grouped_gemm(lhs, rhs, sizes.astype(jnp.float32), transpose_rhs=True)
+
+
 def test_what_it_refuses() -> None:
     def objection(config: GroupedGemmConfig = CONFIG, dtype: str = "bfloat16", **options: Any) -> str:
         return config.validate(Problem(spec=make_spec(**options), num_tokens=9, dtype=dtype)) or ""
@@ -324,6 +380,20 @@ def test_groups(contract_last: bool, columns: int, dtype: Any) -> None:
         )
         y = multiply(lhs, rhs, group_sizes, group_offset=offset)
         check_groups(np.asarray(y), lhs, rhs, sizes, offset, contract_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transpose_rhs", [True, False])
+def test_gradients_of_groups(transpose_rhs: bool) -> None:
+    lhs, *rest = grouped_inputs((300, 77, 0, 129), 600, 2, 256, 192, transpose_rhs)
+    args = (jnp.nan_to_num(lhs), *rest, jnp.int32(1))
+    got, want = (
+        jax.jit(jax.grad(functools.partial(groups_loss, backend, transpose_rhs), argnums=(0, 1)))(*args)
+        for backend in ("grouped_gemm", "xla")
+    )
+    for one, other in zip(got, want, strict=True):
+        difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
+        assert np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(np.asarray(other, np.float64))
 
 
 @pytest.mark.gpu
