@@ -2,6 +2,7 @@
 
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts, fused_moe
+from moe_pallas.grouped import grouped_gemm
 from moe_pallas.layers import MoE, MoEAux
 from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.routing import Routing, load_balance_loss, route, router_z_loss
@@ -24,6 +25,7 @@ __all__ = [
     "WeightOn",
     "fused_experts",
     "fused_moe",
+    "grouped_gemm",
     "load_balance_loss",
     "route",
     "router_z_loss",

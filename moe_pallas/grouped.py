@@ -53,7 +53,7 @@ def grouped_gemm(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from moe_pallas.grouped import grouped_gemm
+      >>> from moe_pallas import grouped_gemm
       >>> grouped_gemm(jnp.ones((4, 2)), jnp.ones((2, 2, 3)), jnp.array([1, 2]))[:, 0].tolist()
       [2.0, 2.0, 2.0, 0.0]
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
@@ -10,10 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax.sharding import PartitionSpec as P
 from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
 from moe_pallas.oracle import Selection, check_backend, select_backend
-from moe_pallas.routing import Routing, count_experts, drop_masked, load_balance_loss, route, router_z_loss
+from moe_pallas.routing import (
+    Routing,
+    count_experts,
+    drop_masked,
+    load_balance_loss,
+    route,
+    router_z_loss,
+    sum_over,
+)
+from moe_pallas.sharding import Sharding, routed_experts
 from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
 
 Params = Mapping[str, jax.Array]
@@ -58,6 +69,7 @@ class MoE:
         each matrix by itself (each expert its own); biases start at 0.
 
     Example:
+      sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
       >>> import jax, jax.numpy as jnp
       >>> from moe_pallas import MoE, MoESpec
       >>> layer = MoE(MoESpec(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32))
@@ -75,6 +87,7 @@ class MoE:
     kernel_init: Initializer = _LECUN_NORMAL
 
     def __post_init__(self) -> None:
+    sharding: Sharding | None = None
         check_spec(self.spec)
         check_backend(self.backend)
         check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
@@ -83,16 +96,22 @@ class MoE:
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one layer, one hash, one compilation
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
+        if self.sharding is not None:
+            self.sharding.check(self.spec)
         """Make random parameters.
 
         Args:
           key: A JAX random key.
 
         Returns:
-          Name → array, shaped as ``spec.param_shapes``. One flat dict, contraction axis last.
+          Name → array, shaped as ``spec.param_shapes``. One flat dict, contraction axis last. With a
+          ``sharding`` the numbers are the same, each device's part on that device.
         """
         shapes = self.spec.param_shapes
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        if self.sharding is not None:
+            plain = dataclasses.replace(self, sharding=None)
+            return jax.jit(plain.init, out_shardings=self.sharding.param_shardings(self.spec))(key)
         return {name: self.init_param(name, keys[name]) for name in shapes}
 
     def init_param(self, name: str, key: jax.Array) -> jax.Array:
@@ -160,6 +179,8 @@ class MoE:
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
         dtype = x.dtype if self.dtype is None else self.dtype
+        if self.sharding is not None and self.sharding.num_shards > 1 and x.size:
+            return self._apply_sharded(self.sharding, params, x, mask, return_aux)
         cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
@@ -190,16 +211,70 @@ class MoE:
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
         return select_backend(Problem(spec=self.spec, num_tokens=num_tokens, dtype=name), self.backend)
 
-    def _aux(self, params: Params, logits: jax.Array, mask: jax.Array | None) -> MoEAux:
+    def _apply_sharded(
+        self, sharding: Sharding, params: Params, x: jax.Array, mask: jax.Array | None, return_aux: bool
+    ) -> jax.Array | tuple[jax.Array, MoEAux]:
+        spec = self.spec
+        dtype = x.dtype if self.dtype is None else self.dtype
+        tokens = math.prod(x.shape[:-1])
+        strategy = sharding.select_strategy(spec, tokens, dtype.name).strategy
+        backend = self.select_backend(tokens, dtype).backend
+        sums = sharding.sum_axes
+
+        def shard(params: Params, x: jax.Array, mask: jax.Array | None) -> Any:
+            lead = x.shape[:-1]
+            x = x.reshape(-1, spec.hidden_size)
+            if mask is not None:
+                mask = mask.reshape(-1)
+                x = jnp.where(mask[:, None], x, 0)
+            cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
+            with jax.named_scope("router"):
+                logits = _router_logits(params, x)
+                real = logits if mask is None else jnp.where(mask[:, None], logits, 0)
+                routing = route(real, spec, correction_bias=params.get("correction_bias"))
+                if mask is not None:
+                    routing = drop_masked(routing, mask)
+            inputs = x.astype(dtype)
+            if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
+                inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
+            experts = {
+                name: cast.get(name, params[name]) for name in ("w13", "w2", "b13", "b2") if name in params
+            }
+            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
+            if spec.shared_intermediate_size:
+                with jax.named_scope("shared_expert"):
+                    split = sharding.shared_axes(spec)
+                    shared = _shared_expert(cast, inputs if split else x.astype(dtype), spec)
+                    if sums and not split:
+                        y = lax.psum(y, sums)
+                    y = (y.astype(jnp.float32) + shared).astype(dtype)
+                    if sums and split:
+                        y = lax.psum(y, sums)
+                    if mask is not None:
+                        y = jnp.where(mask[:, None], y, 0)
+            elif sums:
+                y = lax.psum(y, sums)
+            y = y.reshape(*lead, -1)
+            if not return_aux:
+                return y
+            aux = self._aux(params, logits, mask, axis_name=sharding.token_axes)
+            return y, aux._replace(routing=jax.tree.map(lambda part: part.reshape(*lead, -1), aux.routing))
+
+        out_specs = (None, MoEAux(Routing(None, None), P(), P(), P())) if return_aux else None
+        return sharding.run(shard, spec, params, x, mask, out_specs)
+
+    def _aux(
+        self, params: Params, logits: jax.Array, mask: jax.Array | None, axis_name: tuple[str, ...] = ()
+    ) -> MoEAux:
         # Routed a second time: the fused path keeps its routing to itself. XLA merges the two where it can.
         routing = route(logits, self.spec, correction_bias=params.get("correction_bias"))
         if mask is not None:
             routing = drop_masked(routing, mask)
         return MoEAux(
             routing,
-            count_experts(routing.topk_ids, self.spec.num_experts),
-            load_balance_loss(logits, routing, self.spec, mask=mask),
-            router_z_loss(logits, mask=mask),
+            sum_over(count_experts(routing.topk_ids, self.spec.num_experts), axis_name),
+            load_balance_loss(logits, routing, self.spec, mask=mask, axis_name=axis_name),
+            router_z_loss(logits, mask=mask, axis_name=axis_name),
         )
 
 

@@ -11,10 +11,11 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
+from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
 from moe_pallas.configs.heuristics import default_swap_ab
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.errors import UnsupportedError
-from moe_pallas.spec import DeviceInfo, Problem
+from moe_pallas.spec import DeviceInfo, MoESpec, Problem
 
 BACKENDS = ("swap_ab", "xla")
 PORTABLE_BACKENDS = ("xla",)  # run wherever JAX does, on every problem
@@ -99,6 +100,71 @@ def _too_many_tokens(problem: Problem) -> str | None:
 
 # Provisional: against the portable backend alone. BUILD_NOTES "Measured facts".
 _MOST_TOKENS_PER_EXPERT = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StrategySelection:
+    """How tokens and experts on different devices get together.
+
+    Attributes:
+      strategy: ``"gather"`` or ``"all_to_all"``, see `moe_pallas.sharding`.
+      reason: Why this one, with the bytes that a GPU receives in a forward pass and the modelled time.
+    """
+
+    strategy: str
+    reason: str
+
+
+def select_strategy(
+    spec: MoESpec,
+    num_tokens: int,
+    layout: Layout,
+    *,
+    dtype: str = "bfloat16",
+    strategy: str = "auto",
+    platform: str = "gpu",
+) -> StrategySelection:
+    """Choose how tokens and experts get together: by modelled time, see `moe_pallas.configs.collectives`.
+
+    Args:
+      spec: The whole layer.
+      num_tokens: T, tokens of one shard.
+      layout: How the layer lies on the mesh.
+      dtype: Of the activations.
+      strategy: ``"auto"``, or the name of a strategy, which is then used.
+      platform: Where it runs: ``"cpu"`` has no ragged all-to-all.
+
+    Example:
+      >>> from moe_pallas import MoESpec
+      >>> from moe_pallas.configs.collectives import Layout
+      >>> from moe_pallas.oracle import select_strategy
+      >>> spec = MoESpec(num_experts=128, top_k=8, hidden_size=4096, intermediate_size=1536)
+      >>> [select_strategy(spec, t, Layout(expert=64, tokens_over_experts=True)).strategy for t in (1, 4096)]
+      ['gather', 'all_to_all']
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        names = ", ".join(repr(name) for name in ("auto", *STRATEGIES))
+        raise ValueError(f"There is no strategy {strategy!r}; there are {names}.")
+    steps = {name: collectives(name, spec, num_tokens, layout, dtype=dtype) for name in STRATEGIES}
+    costs = {
+        name: f"{name} moves {_size(moved_bytes(step))} a GPU, {time_us(step):.0f} us"
+        for name, step in steps.items()
+    }
+    if layout.expert == 1 or not layout.tokens_over_experts:
+        why = "every shard of the experts has all tokens" if layout.expert > 1 else "experts are not split"
+        return StrategySelection(strategy="gather", reason=f"{why}: {costs['gather']}")
+    listed = "; ".join(costs.values())
+    if strategy != "auto":
+        return StrategySelection(strategy=strategy, reason=f"asked for explicitly: {listed}")
+    if platform == "cpu":
+        why = "no ragged all-to-all on a CPU, a padded one moves as much as gather"
+        return StrategySelection(strategy="gather", reason=f"{why}: {costs['gather']}")
+    best = min(STRATEGIES, key=lambda name: time_us(steps[name]))
+    return StrategySelection(strategy=best, reason=f"least modelled time: {listed}")
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.1f} kB"
 
 
 def check_backend(backend: str) -> None:

@@ -128,7 +128,12 @@ def drop_masked(routing: Routing, mask: jax.Array) -> Routing:
 
 
 def load_balance_loss(
-    logits: jax.Array, routing: Routing, spec: MoESpec, *, mask: jax.Array | None = None
+    logits: jax.Array,
+    routing: Routing,
+    spec: MoESpec,
+    *,
+    mask: jax.Array | None = None,
+    axis_name: str | tuple[str, ...] = (),
 ) -> jax.Array:
     """Auxiliary loss E · Σ_e f_e · P_e that is 1 for uniform routing and grows with imbalance.
 
@@ -141,6 +146,7 @@ def load_balance_loss(
       routing: What `route` made of them.
       spec: The layer.
       mask: (...) bool. True = real token; all real if None.
+      axis_name: Inside ``shard_map``: the mesh axes that the tokens are split over; the loss is that of all.
 
     Returns:
       () float32; 0 if there is no real token.
@@ -156,20 +162,23 @@ def load_balance_loss(
         )
     logits, mask = _real_logits(logits, mask)
     ids = jnp.where(mask[..., None], routing.topk_ids, -1)
-    counts = count_experts(ids, spec.num_experts).astype(jnp.float32)
+    counts = sum_over(count_experts(ids, spec.num_experts), axis_name).astype(jnp.float32)
     share = counts / jnp.maximum(counts.sum(), 1.0)
     scores = _scores(_clean(logits), spec)
     if spec.scoring is Scoring.SIGMOID:
         scores = _normalise(scores)
-    return spec.num_experts * jnp.sum(share * _mean_over_tokens(scores, mask))
+    return spec.num_experts * jnp.sum(share * _mean_over_tokens(scores, mask, axis_name))
 
 
-def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def router_z_loss(
+    logits: jax.Array, *, mask: jax.Array | None = None, axis_name: str | tuple[str, ...] = ()
+) -> jax.Array:
     """Mean over real tokens of logsumexp(logits)², which keeps logits small.
 
     Args:
       logits: (..., E) float. Router logits.
       mask: (...) bool. True = real token; all real if None.
+      axis_name: As in `load_balance_loss`.
 
     Returns:
       () float32; 0 if there is no real token.
@@ -178,7 +187,8 @@ def router_z_loss(logits: jax.Array, *, mask: jax.Array | None = None) -> jax.Ar
       Zoph et al., "ST-MoE", 2022, eq. 5.
     """
     logits, mask = _real_logits(logits, mask)
-    return _mean_over_tokens(jnp.square(jax.nn.logsumexp(_clean(logits), axis=-1, keepdims=True)), mask)[0]
+    squares = jnp.square(jax.nn.logsumexp(_clean(logits), axis=-1, keepdims=True))
+    return _mean_over_tokens(squares, mask, axis_name)[0]
 
 
 def count_experts(topk_ids: jax.Array, num_experts: int) -> jax.Array:
@@ -186,6 +196,11 @@ def count_experts(topk_ids: jax.Array, num_experts: int) -> jax.Array:
     ids = topk_ids.reshape(-1)
     ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop")
+
+
+def sum_over(values: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """Sum over mesh axes, inside ``shard_map``; over none if ``axis_name`` is empty."""
+    return lax.psum(values, axis_name) if axis_name else values
 
 
 def _clean(logits: jax.Array) -> jax.Array:
@@ -241,7 +256,10 @@ def _real_logits(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, 
     return jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0), mask
 
 
-def _mean_over_tokens(values: jax.Array, mask: jax.Array) -> jax.Array:
+def _mean_over_tokens(
+    values: jax.Array, mask: jax.Array, axis_name: str | tuple[str, ...] = ()
+) -> jax.Array:
     """(..., N) → (N,): mean over the real tokens."""
     total = jnp.where(mask[..., None], values, 0.0).reshape(-1, values.shape[-1]).sum(0)
-    return total / jnp.maximum(mask.sum().astype(jnp.float32), 1.0)
+    number = sum_over(mask.sum(), axis_name).astype(jnp.float32)
+    return sum_over(total, axis_name) / jnp.maximum(number, 1.0)

@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy.typing import NDArray
 
 from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, reference, xla
+from moe_pallas import grouped_gemm as public_grouped_gemm
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.grouped import grouped_gemm as public_grouped_gemm
 from moe_pallas.kernels import grouped_gemm
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200

@@ -20,6 +20,7 @@ LEAVES = {
     "moe_pallas.activations": {"jax", "moe_pallas.spec"},
     "moe_pallas.configs.lists": {"moe_pallas.spec"},
     "moe_pallas.configs.schema": {"moe_pallas.spec", "moe_pallas.errors", "moe_pallas.configs.lists"},
+    "moe_pallas.configs.collectives": {"moe_pallas.spec"},
     "moe_pallas.configs.heuristics": {"moe_pallas.spec", "moe_pallas.configs"},
 }
 KERNELS_NEVER = ["moe_pallas.oracle", "moe_pallas.layers", "moe_pallas.reference"]

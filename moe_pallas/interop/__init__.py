@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_pallas.interop.checkpoints import from_huggingface, to_huggingface
-from moe_pallas.interop.layouts import convert_gate_up, join_gate_up, split_gate_up
+from moe_pallas.interop.layouts import convert_gate_up, join_gate_up, split_gate_up, with_gate_up
 from moe_pallas.interop.safetensors_folder import SafetensorsFolder
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "join_gate_up",
     "split_gate_up",
     "to_huggingface",
+    "with_gate_up",
 ]

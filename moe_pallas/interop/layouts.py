@@ -15,11 +15,15 @@ NumPy arrays in, NumPy arrays out; JAX arrays (tracers too) likewise.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_pallas.spec import GateUp
+from moe_pallas.spec import GateUp, MoESpec
 
 
 def convert_gate_up[A: (np.ndarray, jax.Array)](
@@ -53,6 +57,29 @@ def convert_gate_up[A: (np.ndarray, jax.Array)](
     head, f, tail = array.shape[:axis], array.shape[axis] // 2, array.shape[axis + 1 :]
     split = (2, f) if source is GateUp.STACKED else (f, 2)
     return array.reshape(*head, *split, *tail).swapaxes(axis, axis + 1).reshape(array.shape)
+
+
+def with_gate_up(
+    spec: MoESpec, params: Mapping[str, Any], order: GateUp | str
+) -> tuple[MoESpec, dict[str, Any]]:
+    """Give a layer's spec and parameters another gate/up order: the same layer, the same numbers.
+
+    Args:
+      spec: The layer.
+      params: Its parameters, as ``spec.param_shapes``; NumPy or JAX arrays.
+      order: The order to have; ``"interleaved"`` is what a tensor axis needs (see `moe_pallas.Sharding`).
+
+    Returns:
+      The spec and parameters in that order. A spec whose activation has no gate comes back as it is.
+    """
+    if not spec.gated:
+        return spec, dict(params)
+    axes = {"w13": -2, "b13": -1, "shared_w13": -2}
+    converted = {
+        name: convert_gate_up(value, spec.gate_up, order, axes[name]) if name in axes else value
+        for name, value in params.items()
+    }
+    return dataclasses.replace(spec, gate_up=GateUp(order)), converted
 
 
 def split_gate_up[A: (np.ndarray, jax.Array)](array: A, order: GateUp | str, axis: int = -2) -> tuple[A, A]:
