@@ -306,10 +306,10 @@ CASES = [
         )
         for options in (
             {"activation": "swiglu", "swiglu_limit": 7.0, "weight_on": "input", "gate_up": "interleaved"},
-            {"activation": "geglu_tanh", "intermediate_size": 704, "hidden_size": 1088},
+            {"activation": "geglu", "intermediate_size": 704, "hidden_size": 1088},
             {"activation": "relu2", "weight_on": "input"},
             {"activation": "silu"},
-            {"activation": "gelu_tanh"},
+            {"activation": "gelu"},
         )
     ),
     groups_case(True),

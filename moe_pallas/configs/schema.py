@@ -9,7 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from moe_pallas.configs.lists import list_bytes, supports_ids
-from moe_pallas.spec import Activation, MoESpec, Problem
+from moe_pallas.spec import MoESpec, Problem
 
 _LEAST_STAGES = 3  # the consumer frees a stage one step late
 _BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
@@ -153,14 +153,14 @@ class GroupedGemmConfig:
         spec = problem.spec
         if problem.dtype not in ("bfloat16", "float16"):
             return f"computes in bfloat16 or float16; got {problem.dtype}."
+        if problem.weight_dtype != problem.dtype:
+            return f"needs weights in {problem.dtype}, like the tokens; got {problem.weight_dtype}."
         for name, size in (
             ("hidden_size", spec.hidden_size),
             ("intermediate_size", spec.intermediate_size),
         ):
             if size % 64 or size < 128:
                 return f"needs {name} in multiples of 64 from 128 on; got {size}."
-        if spec.activation in (Activation.GEGLU, Activation.GELU):
-            return f"has no exact (erf) GELU, which activation={spec.activation.value!r} needs."
         if self.num_stages < 3:
             return f"num_stages is 3 or more; got {self.num_stages}."
         if self.band < 1:

@@ -53,9 +53,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_pallas.activations import activate_branches
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _mgpu
+from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._combine_slots import combine_slots
 from moe_pallas.plan import cut_groups, make_blocks
 from moe_pallas.routing import Routing
@@ -521,7 +521,7 @@ def fused_experts(
         jax.ShapeDtypeStruct((rows, spec.intermediate_size), x.dtype),
         name="grouped_gemm_up",
         gate_up=spec.gate_up if spec.gated else None,
-        activate=functools.partial(activate_branches, spec=spec),
+        activate=functools.partial(activate, spec=spec),
         **launch,
     )
     slots = _call(
