@@ -6,6 +6,7 @@ from moe_pallas.grouped import grouped_gemm
 from moe_pallas.layers import MoE, MoEAux
 from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.routing import Routing, load_balance_loss, route, router_z_loss
+from moe_pallas.sharding import Sharding
 from moe_pallas.spec import Activation, GateUp, GroupScore, MoESpec, Problem, Scoring, WeightOn
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "Routing",
     "Scoring",
     "Selection",
+    "Sharding",
     "UnsupportedError",
     "WeightOn",
     "fused_experts",

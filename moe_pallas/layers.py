@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-
 from jax.sharding import PartitionSpec as P
+
 from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
 from moe_pallas.oracle import Selection, check_backend, select_backend
@@ -32,6 +32,8 @@ Initializer = Callable[..., jax.Array]
 
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _EXPERT_MATRICES = ("w13", "w2", "shared_w13", "shared_w2", "shared_gate")
+_QUANTISABLE = ("w13", "w2", "shared_w13", "shared_w2")
+_ROUTED = ("w13", "w2", "b13", "b2")
 _BIASES = ("router_bias", "correction_bias", "b13", "b2")
 
 
@@ -67,9 +69,9 @@ class MoE:
       backend: ``"auto"`` or a backend's name, see `select_backend`.
       kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for
         each matrix by itself (each expert its own); biases start at 0.
+      sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
 
     Example:
-      sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
       >>> import jax, jax.numpy as jnp
       >>> from moe_pallas import MoE, MoESpec
       >>> layer = MoE(MoESpec(num_experts=8, top_k=2, hidden_size=16, intermediate_size=32))
@@ -85,19 +87,19 @@ class MoE:
     param_dtype: Any = jnp.float32
     backend: str = "auto"
     kernel_init: Initializer = _LECUN_NORMAL
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
-    sharding: Sharding | None = None
         check_spec(self.spec)
         check_backend(self.backend)
         check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
         if self.dtype is not None:
             check_dtype("MoE.dtype", jnp.dtype(self.dtype).name)
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one layer, one hash, one compilation
-
-    def init(self, key: jax.Array) -> dict[str, jax.Array]:
         if self.sharding is not None:
             self.sharding.check(self.spec)
+
+    def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Make random parameters.
 
         Args:
@@ -107,11 +109,11 @@ class MoE:
           Name → array, shaped as ``spec.param_shapes``. One flat dict, contraction axis last. With a
           ``sharding`` the numbers are the same, each device's part on that device.
         """
-        shapes = self.spec.param_shapes
-        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         if self.sharding is not None:
             plain = dataclasses.replace(self, sharding=None)
             return jax.jit(plain.init, out_shardings=self.sharding.param_shardings(self.spec))(key)
+        shapes = self.spec.param_shapes
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         return {name: self.init_param(name, keys[name]) for name in shapes}
 
     def init_param(self, name: str, key: jax.Array) -> jax.Array:
@@ -176,11 +178,11 @@ class MoE:
         _check_params(params, spec)
         _check_input(x, spec)
         mask = token_mask(x, mask, num_tokens)
+        if self.sharding is not None and not self.sharding.is_plain and x.size:
+            return self._apply_sharded(self.sharding, params, x, mask, return_aux)
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
         dtype = x.dtype if self.dtype is None else self.dtype
-        if self.sharding is not None and self.sharding.num_shards > 1 and x.size:
-            return self._apply_sharded(self.sharding, params, x, mask, return_aux)
         cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
@@ -230,17 +232,21 @@ class MoE:
             cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
             with jax.named_scope("router"):
                 logits = _router_logits(params, x)
-                real = logits if mask is None else jnp.where(mask[:, None], logits, 0)
-                routing = route(real, spec, correction_bias=params.get("correction_bias"))
-                if mask is not None:
-                    routing = drop_masked(routing, mask)
             inputs = x.astype(dtype)
-            if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
-                inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
-            experts = {
-                name: cast.get(name, params[name]) for name in ("w13", "w2", "b13", "b2") if name in params
-            }
-            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
+            experts: dict[str, Any] = {n: cast.get(n, params[n]) for n in _ROUTED if n in params}
+            bias = params.get("correction_bias")
+            if sharding.experts_are_whole:
+                options: dict[str, Any] = {"spec": spec, "correction_bias": bias, "mask": mask, "backend": self.backend}
+                y = fused_moe(inputs, logits, **experts, **options)
+            else:
+                with jax.named_scope("router"):
+                    real = logits if mask is None else jnp.where(mask[:, None], logits, 0)
+                    routing = route(real, spec, correction_bias=bias)
+                    if mask is not None:
+                        routing = drop_masked(routing, mask)
+                if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
+                    inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
+                y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
             if spec.shared_intermediate_size:
                 with jax.named_scope("shared_expert"):
                     split = sharding.shared_axes(spec)
@@ -260,7 +266,9 @@ class MoE:
             aux = self._aux(params, logits, mask, axis_name=sharding.token_axes)
             return y, aux._replace(routing=jax.tree.map(lambda part: part.reshape(*lead, -1), aux.routing))
 
-        out_specs = (None, MoEAux(Routing(None, None), P(), P(), P())) if return_aux else None
+        # None: split as tokens are.
+        out_specs: Any = MoEAux._make([Routing._make([None, None]), P(), P(), P()])
+        out_specs = (None, out_specs) if return_aux else None
         return sharding.run(shard, spec, params, x, mask, out_specs)
 
     def _aux(

@@ -256,9 +256,7 @@ def _real_logits(logits: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, 
     return jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0), mask
 
 
-def _mean_over_tokens(
-    values: jax.Array, mask: jax.Array, axis_name: str | tuple[str, ...] = ()
-) -> jax.Array:
+def _mean_over_tokens(values: jax.Array, mask: jax.Array, axis_name: str | tuple[str, ...] = ()) -> jax.Array:
     """(..., N) → (N,): mean over the real tokens."""
     total = jnp.where(mask[..., None], values, 0.0).reshape(-1, values.shape[-1]).sum(0)
     number = sum_over(mask.sum(), axis_name).astype(jnp.float32)
