@@ -18,15 +18,16 @@ import numpy as np
 from moe_pallas import xla
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
-from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
+from moe_pallas.spec import FP8, MoESpec, Problem, check_array, check_dtype, check_spec
 
 
 def fused_moe(
     x: jax.Array,
     router_logits: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     *,
     spec: MoESpec,
     b13: jax.Array | None = None,
@@ -44,6 +45,7 @@ def fused_moe(
       x: (..., D) bfloat16 | float16 | float32. Token activations.
       router_logits: (..., E) float. Router bias included; not probabilities. Best kept in float32.
       w13: (E, 2F, D) in x's dtype; (E, F, D) if the activation is not gated. Row order: ``spec.gate_up``.
+        Or a `QTensor` of that shape, w2 then too and by the same scheme: see `quantize_experts`.
       w2: (E, D, F) in x's dtype. Contraction axis last, in w13 too: where D = F, a transposed matrix has the
         right shape and can't be told.
       spec: The layer. Static.
@@ -71,6 +73,10 @@ def fused_moe(
       when tracing: the symbolic sizes of ``jax.export`` are refused. Gradients are first-order reverse mode
       (no ``jvp``, no gradient of a gradient). ``jax.checkpoint`` runs the two products of the forward pass
       once more, unless its policy saves everything.
+
+      Quantised weights: what enters a product is rounded to FP8, from float32 at the second, by the rules of
+      `moe_pallas.quant`. Gradients go straight through that rounding; quantised weights are frozen, their
+      gradient is 0.
 
     Example:
       >>> import jax
@@ -103,8 +109,8 @@ def fused_moe(
 def fused_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     *,
     spec: MoESpec,
     b13: jax.Array | None = None,
@@ -120,8 +126,8 @@ def fused_experts(
       routing: ``topk_ids`` (..., top_k) int32 and ``topk_weights`` (..., top_k) float. An id outside
         [0, E) is dropped (-1 by convention): it adds nothing, and its weight gets no gradient. An id that a
         token has twice counts twice.
-      w13: (E, 2F, D) in x's dtype, as in `fused_moe`.
-      w2: (E, D, F) in x's dtype.
+      w13: (E, 2F, D) in x's dtype, or a `QTensor`, as in `fused_moe`.
+      w2: (E, D, F) in x's dtype, or a `QTensor`.
       spec: The layer. Static.
       b13: (E, 2F) float, exactly when ``spec.expert_bias``.
       b2: (E, D) float, exactly when ``spec.expert_bias``.
@@ -158,17 +164,25 @@ def fused_experts(
     return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
 
 
-def _select(x: jax.Array, w13: jax.Array, spec: MoESpec, backend: str) -> Selection:
+def _select(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec, backend: str) -> Selection:
     tokens = math.prod(x.shape[:-1])
-    problem = Problem(spec=spec, num_tokens=tokens, dtype=x.dtype.name, weight_dtype=w13.dtype.name)
+    scheme = w13.scheme if isinstance(w13, QTensor) else None
+    problem = Problem(
+        spec=spec,
+        num_tokens=tokens,
+        dtype=x.dtype.name,
+        weight_dtype=w13.dtype.name,
+        quant="none" if scheme is None else scheme.name,
+        activation_scales=None if scheme is None else scheme.activations,
+    )
     return select_backend(problem, backend)
 
 
 def _xla_moe(
     x: jax.Array,
     logits: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     correction_bias: jax.Array | None,
@@ -190,8 +204,8 @@ def _route_real(
 def _xla_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     mask: jax.Array | None,
@@ -206,8 +220,8 @@ def _xla_experts(
 def _swap_ab_moe(
     x: jax.Array,
     logits: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     correction_bias: jax.Array | None,
@@ -250,8 +264,8 @@ def _swap_ab_moe(
 def _swap_ab_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     mask: jax.Array | None,
@@ -334,7 +348,12 @@ def _int32_in(values: jax.Array | np.ndarray, low: int, high: int) -> jax.Array:
 
 
 def _check_operands(
-    x: jax.Array, w13: jax.Array, w2: jax.Array, b13: jax.Array | None, b2: jax.Array | None, spec: MoESpec
+    x: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
 ) -> None:
     check_spec(spec)
     for name, operand in (("x", x), ("w13", w13), ("w2", w2)):
@@ -361,6 +380,14 @@ def _check_operands(
                 f"({_AXES[name]}; the contraction axis is last, {'gated' if spec.gated else 'not gated'})."
                 + (f" It looks transposed: {name}.swapaxes(1, 2), once, at load." if is_turned else "")
             )
+        if isinstance(array, QTensor):
+            check_qtensor(name, array, spec.gate_up if name == "w13" and spec.gated else None)
+            continue
+        if name in ("w13", "w2") and array.dtype.name == FP8:
+            raise TypeError(
+                f"{name} is {FP8} without scales; need a QTensor(values=…, scale=…, scheme=…), as quantize "
+                "and from_huggingface make it."
+            )
         if name in ("w13", "w2") and array.dtype != x.dtype:
             raise TypeError(
                 f"{name} is {array.dtype}, x is {x.dtype}; need one dtype. Cast the weights once, at load: "
@@ -368,6 +395,13 @@ def _check_operands(
             )
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} is a float array; got {array.dtype}.")
+    if isinstance(w13, QTensor) or isinstance(w2, QTensor):
+        schemes = [w.scheme if isinstance(w, QTensor) else None for w in (w13, w2)]
+        if schemes[0] != schemes[1]:
+            raise ValueError(
+                f"w13 and w2 are quantised by one scheme; got {schemes[0]!r} and {schemes[1]!r}. Quantise "
+                "both alike: quantize_experts."
+            )
 
 
 _AXES = {

@@ -1,9 +1,9 @@
 """The NumPy truth: what an MoE layer computes, in float64, one plain step after another.
 
 Every implementation is compared with this file, so it is written to be read and not to be fast, and it
-shares no code with any of them. NumPy and the standard library only. Every array is converted to
-float64 before the first operation, whatever float dtype it comes in. T tokens, E experts, k = top_k,
-D hidden, F intermediate.
+shares no code with any of them. NumPy and the standard library only (and, for FP8, ml_dtypes). Every
+array is converted to float64 before the first operation, whatever float dtype it comes in. T tokens, E
+experts, k = top_k, D hidden, F intermediate.
 
 Routing, for the logits ``l`` (E,) of one token (``x @ router.T + router_bias``)::
 
@@ -35,6 +35,9 @@ A slot whose id is outside of 0 … E-1 is dropped: it adds nothing, biases incl
 adds twice. The layer adds ``sigmoid(x . shared_gate) * f_shared(x)``, unscaled; the factor only if there
 is a gate.
 
+Quantised matrices stand for what their codes and scales say, and what enters a product with them, x (or
+w * x) and the activation's result, is rounded to FP8 first: see `moe_pallas.reference_fp8`.
+
 Tokens whose mask is False are taken out before anything is computed and come back as rows of zeros.
 """
 
@@ -42,11 +45,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moe_pallas.spec import Activation, GateUp, GroupScore, MoESpec, Scoring, WeightOn
+from moe_pallas import reference_fp8
+from moe_pallas.spec import (
+    Activation,
+    ActivationScales,
+    GateUp,
+    GroupScore,
+    MoESpec,
+    QuantScheme,
+    Scoring,
+    WeightOn,
+)
 
 Float64s = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -104,8 +118,8 @@ def fused_experts(
     x: ArrayLike,
     topk_ids: ArrayLike,
     topk_weights: ArrayLike,
-    w13: ArrayLike,
-    w2: ArrayLike,
+    w13: Any,
+    w2: Any,
     *,
     spec: MoESpec,
     b13: ArrayLike | None = None,
@@ -118,8 +132,9 @@ def fused_experts(
       x: (..., D) float. Token activations.
       topk_ids: (..., k) int. Expert of each slot. Outside of 0 … E-1: the slot is dropped. May repeat.
       topk_weights: (..., k) float. Weight of each slot.
-      w13: (E, 2F, D) float, (E, F, D) if not gated. Gate and up rows in the order spec.gate_up.
-      w2: (E, D, F) float.
+      w13: (E, 2F, D) float, (E, F, D) if not gated. Gate and up rows in the order spec.gate_up. Or a
+        `moe_pallas.QTensor` of that shape.
+      w2: (E, D, F) float, or a `moe_pallas.QTensor`.
       spec: The layer; only its sizes, expert function and weight_on count here.
       b13: (E, 2F) or (E, F) float. Needed if spec.expert_bias, else None.
       b2: (E, D) float. Needed if spec.expert_bias, else None.
@@ -151,10 +166,8 @@ def fused_experts(
     topk_weights = _numbers("topk_weights", topk_weights)
     _need_shape("topk_weights", topk_weights, (*leading, spec.top_k))
     e, d, f = spec.num_experts, spec.hidden_size, spec.intermediate_size
-    w13 = _numbers("w13", w13)
-    _need_shape("w13", w13, (e, spec.w13_rows, d))
-    w2 = _numbers("w2", w2)
-    _need_shape("w2", w2, (e, d, f))
+    w13 = _weights_of("w13", w13, (e, spec.w13_rows, d), spec.gate_up if spec.gated else None)
+    w2 = _weights_of("w2", w2, (e, d, f), None)
     b13 = _optional("b13", b13, (e, spec.w13_rows), wanted=spec.expert_bias)
     b2 = _optional("b2", b2, (e, d), wanted=spec.expert_bias)
     real = _real_tokens(mask, leading)
@@ -163,21 +176,22 @@ def fused_experts(
     ids = topk_ids.reshape(-1, spec.top_k)[real]
     weights = _float64(topk_weights).reshape(-1, spec.top_k)[real]
     total = np.zeros_like(tokens)
-    for expert in range(e):
-        # Ids that no expert has are met by no turn of this loop: such slots are dropped.
-        rows, slots = np.nonzero(ids == expert)
-        if not rows.size:
-            continue
+    # Ids that no expert has are met by no turn of this loop: such slots are dropped.
+    visits = {expert: np.nonzero(ids == expert) for expert in range(e)}
+    visits = {expert: places for expert, places in visits.items() if places[0].size}
+    inputs, hidden = {}, {}
+    for expert, (rows, slots) in visits.items():
         weight = weights[rows, slots][:, np.newaxis]
-        inputs = weight * tokens[rows] if spec.weight_on is WeightOn.INPUT else tokens[rows]
-        outputs = _feed_forward(
-            inputs,
-            _float64(w13[expert]),
-            _float64(w2[expert]),
-            None if b13 is None else _float64(b13[expert]),
-            None if b2 is None else _float64(b2[expert]),
-            spec=spec,
-        )
+        inputs[expert] = weight * tokens[rows] if spec.weight_on is WeightOn.INPUT else tokens[rows]
+    for expert, rounded in _rounded(inputs, w13, one_scale=True).items():
+        a = rounded @ _float64(w13[expert]).T
+        hidden[expert] = _activate(a if b13 is None else a + _float64(b13[expert]), spec)
+    for expert, rounded in _rounded(hidden, w2, one_scale=False).items():
+        outputs = rounded @ _float64(w2[expert]).T
+        if b2 is not None:
+            outputs = outputs + _float64(b2[expert])
+        rows, slots = visits[expert]
+        weight = weights[rows, slots][:, np.newaxis]
         contribution = weight * outputs if spec.weight_on is WeightOn.OUTPUT else outputs
         np.add.at(total, rows, contribution)  # unlike +=, this adds a repeated row twice
     return _put_back(total, real, (*leading, d))
@@ -186,8 +200,8 @@ def fused_experts(
 def fused_moe(
     x: ArrayLike,
     router_logits: ArrayLike,
-    w13: ArrayLike,
-    w2: ArrayLike,
+    w13: Any,
+    w2: Any,
     *,
     spec: MoESpec,
     b13: ArrayLike | None = None,
@@ -230,9 +244,7 @@ def fused_moe(
 
 
 @_plain_ieee
-def moe(
-    params: Mapping[str, ArrayLike], x: ArrayLike, spec: MoESpec, *, mask: ArrayLike | None = None
-) -> Float64s:
+def moe(params: Mapping[str, Any], x: ArrayLike, spec: MoESpec, *, mask: ArrayLike | None = None) -> Float64s:
     """Apply the whole layer: router, routed experts, shared expert.
 
     Args:
@@ -276,8 +288,9 @@ def moe(
         correction_bias=arrays.get("correction_bias"),
     )
     if spec.shared_intermediate_size:
-        w13, w2 = _float64(arrays["shared_w13"]), _float64(arrays["shared_w2"])
-        shared = _feed_forward(tokens, w13, w2, spec=spec)
+        w13, w2 = arrays["shared_w13"], arrays["shared_w2"]
+        hidden = _activate(_rounded({0: tokens}, w13, one_scale=True)[0] @ _float64(w13).T, spec)
+        shared = _rounded({0: hidden}, w2, one_scale=True)[0] @ _float64(w2).T
         if spec.shared_expert_gate:
             shared = _sigmoid(tokens @ _float64(arrays["shared_gate"]))[:, np.newaxis] * shared
         total = total + shared
@@ -429,26 +442,52 @@ def _weights(logits: Float64s, scores: Float64s, unavailable: Bools, spec: MoESp
     return weights * spec.routed_scaling_factor
 
 
-# One expert.
+# Experts. rows: expert → (n, K) float64.
 
 
-def _feed_forward(
-    x: Float64s,
-    w13: Float64s,
-    w2: Float64s,
-    b13: Float64s | None = None,
-    b2: Float64s | None = None,
-    *,
-    spec: MoESpec,
-) -> Float64s:
-    """x (n, D), w13 (2F or F, D), w2 (D, F) → (n, D); F is this expert's own, routed or shared."""
-    a = x @ w13.T
-    if b13 is not None:
-        a = a + b13
-    y = _activate(a, spec) @ w2.T
-    if b2 is not None:
-        y = y + b2
-    return y
+class _Quantised:
+    """Quantised matrices, of any array library: what `_float64` and an index find in place of an array."""
+
+    def __init__(self, name: str, weights: Any, gate_up: GateUp | None):
+        self.values, self.scale = np.asarray(weights.values), np.asarray(weights.scale)
+        self.input_scale = None if weights.input_scale is None else np.asarray(weights.input_scale)
+        self.scheme, self.gate_up = weights.scheme, gate_up
+        if weights.gate_up != gate_up:
+            raise ValueError(f"{name}.gate_up is {weights.gate_up!r}; need {gate_up!r}.")
+        if self.values.dtype != reference_fp8.E4M3 or self.scale.dtype != np.float32:
+            raise TypeError(
+                f"{name} has values {self.values.dtype}, scale {self.scale.dtype}; need float8_e4m3fn and "
+                "float32."
+            )
+        need = self.scheme.scale_shape(self.values.shape, 1 if gate_up is None else 2)
+        _need_shape(f"{name}.scale", self.scale, need)
+        if (self.input_scale is not None) != (self.scheme.activations is ActivationScales.STATIC):
+            raise ValueError(f"{name}.input_scale is there exactly if activations are 'static'.")
+
+    def __getitem__(self, expert: int) -> Float64s:
+        return reference_fp8.dequantize(self.values[expert], self.scale[expert], self.scheme, self.gate_up)
+
+    def astype(self, dtype: type[np.float64]) -> Float64s:
+        return reference_fp8.dequantize(self.values, self.scale, self.scheme, self.gate_up).astype(dtype)
+
+
+def _rounded(
+    rows: dict[int, Float64s], weights: NDArray | _Quantised, *, one_scale: bool
+) -> dict[int, Float64s]:
+    """What takes part in the product with ``weights``: the rows, or if those are quantised their FP8 numbers.
+
+    ``one_scale``: a stored input scale is the largest of all experts', not each expert's own.
+    """
+    if not isinstance(weights, _Quantised) or not rows:
+        return rows
+    sizes = [len(part) for part in rows.values()]
+    scale = weights.input_scale
+    if scale is not None:
+        scale = scale.max() if one_scale else np.repeat(scale[list(rows)], sizes, axis=0)
+    rounded = reference_fp8.round_activations(
+        np.concatenate(list(rows.values())), weights.scheme.activations, scale
+    )
+    return dict(zip(rows, np.split(rounded, np.cumsum(sizes)[:-1]), strict=True))
 
 
 def _activate(a: Float64s, spec: MoESpec) -> Float64s:
@@ -520,8 +559,21 @@ def _gelu_tanh(z: Float64s) -> Float64s:
 # Edges: dtypes, shapes, masked tokens.
 
 
-def _float64(array: NDArray) -> Float64s:
+def _float64(array: NDArray | _Quantised) -> Float64s:
     return array.astype(np.float64)
+
+
+def _weights_of(
+    name: str, value: Any, shape: tuple[int, ...], gate_up: GateUp | None
+) -> NDArray | _Quantised:
+    """An array of numbers, or quantised matrices: anything with a `QuantScheme` as its ``scheme``."""
+    if not isinstance(getattr(value, "scheme", None), QuantScheme):
+        array = _numbers(name, value)
+        _need_shape(name, array, shape)
+        return array
+    quantised = _Quantised(name, value, gate_up)
+    _need_shape(f"{name}.values", quantised.values, shape)
+    return quantised
 
 
 def _numbers(name: str, value: ArrayLike) -> NDArray:
@@ -561,17 +613,18 @@ def _optional(name: str, value: ArrayLike | None, shape: tuple[int, ...], *, wan
     return array
 
 
-def _checked_params(params: Mapping[str, ArrayLike], spec: MoESpec) -> dict[str, NDArray]:
+def _checked_params(params: Mapping[str, Any], spec: MoESpec) -> dict[str, Any]:
     need, got = set(spec.param_shapes), set(params)
     if need != got:
         raise ValueError(
             f"params are {sorted(got)}; need {sorted(need)}: missing {sorted(need - got)}, "
             f"not wanted {sorted(got - need)}. Take the names from spec.param_shapes."
         )
-    arrays = {name: _numbers(name, value) for name, value in params.items()}
-    for name, array in arrays.items():
-        _need_shape(name, array, spec.param_shapes[name])
-    return arrays
+    gated = ("w13", "shared_w13") if spec.gated else ()
+    return {
+        name: _weights_of(name, value, spec.param_shapes[name], spec.gate_up if name in gated else None)
+        for name, value in params.items()
+    }
 
 
 def _real_tokens(mask: ArrayLike | None, leading: tuple[int, ...]) -> Bools:

@@ -10,10 +10,12 @@ import dataclasses
 import enum
 import math
 import numbers
-from typing import Any
+from typing import Any, ClassVar
 
 # Activations and weights; everything between the products is float32.
 DTYPES = ("bfloat16", "float16", "float32")
+FP8 = "float8_e4m3fn"  # the values of quantised weights
+QUANTS = ("none", "fp8_tensor", "fp8_channel", "fp8_block")
 
 
 class _Choice(enum.StrEnum):
@@ -87,6 +89,103 @@ class WeightOn(_Choice):
 
     OUTPUT = "output"
     INPUT = "input"
+
+
+class WeightScales(_Choice):
+    """Which weights share one float32 scale; gate and up are two matrices, each with scales of its own.
+
+    TENSOR: all of a matrix. CHANNEL: a row, that is one output. BLOCK: 128 rows by 128 columns, counted
+    from the matrix's first row and column; the last blocks may be smaller.
+    """
+
+    TENSOR = "tensor"
+    CHANNEL = "channel"
+    BLOCK = "block"
+
+
+class ActivationScales(_Choice):
+    """Which activations that enter a product share one float32 scale, and where it comes from.
+
+    STATIC: all, and the scale is stored with the weights (``input_scale``). TENSOR: all of a call's real
+    rows. TOKEN: a row. GROUP: 128 columns of a row, the last group may be smaller. But for STATIC the scale
+    is computed in the call.
+    """
+
+    STATIC = "static"
+    TENSOR = "tensor"
+    TOKEN = "token"
+    GROUP = "group"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantScheme:
+    """How weights and activations are quantised to FP8 (e4m3); the rules are those of `moe_pallas.quant`.
+
+    Args:
+      weights: See `WeightScales`.
+      activations: See `ActivationScales`. GROUP belongs to BLOCK weights, and only to them.
+
+    Raises:
+      ValueError: A value that is none of the choices, or two that don't go together.
+
+    Example:
+      >>> from moe_pallas import QuantScheme
+      >>> QuantScheme.named("fp8_block")
+      QuantScheme(weights=WeightScales.BLOCK, activations=ActivationScales.GROUP)
+      >>> QuantScheme(weights="tensor", activations="static").name
+      'fp8_tensor'
+    """
+
+    weights: WeightScales
+    activations: ActivationScales
+
+    BLOCK: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        for name, choice in (("weights", WeightScales), ("activations", ActivationScales)):
+            checked = _checked_choice(name, getattr(self, name), choice, "QuantScheme")
+            object.__setattr__(self, name, checked)
+        if (self.weights is WeightScales.BLOCK) != (self.activations is ActivationScales.GROUP):
+            raise ValueError(
+                "Weights in blocks and activations in groups go together; got weights="
+                f"{self.weights.value!r}, activations={self.activations.value!r}. Use ('block', 'group'), or "
+                "'tensor' or 'channel' with 'static', 'tensor' or 'token'."
+            )
+
+    @classmethod
+    def named(cls, scheme: QuantScheme | str) -> QuantScheme:
+        """Look up "fp8_tensor" (dynamic, TENSOR), "fp8_channel" (TOKEN) or "fp8_block" (GROUP)."""
+        if isinstance(scheme, QuantScheme):
+            return scheme
+        if scheme not in _SCHEMES:
+            options = ", ".join(map(repr, _SCHEMES))
+            raise ValueError(f"A scheme is one of {options}, or a QuantScheme; got {scheme!r}.")
+        return _SCHEMES[scheme]
+
+    @property
+    def name(self) -> str:
+        """One of `QUANTS`: how weights are stored, whatever the activations' scales are."""
+        return f"fp8_{self.weights.value}"
+
+    @property
+    def block_shape(self) -> tuple[int | None, int | None]:
+        """Rows and columns of a matrix that share a scale; None: all of them."""
+        return {
+            WeightScales.TENSOR: (None, None),
+            WeightScales.CHANNEL: (1, None),
+            WeightScales.BLOCK: (self.BLOCK, self.BLOCK),
+        }[self.weights]
+
+    def scale_shape(self, shape: tuple[int, ...], parts: int = 1) -> tuple[int, ...]:
+        """Shape of the scales of (..., N, K) values: (..., scales of the N rows, scales of the K columns).
+
+        ``parts``: 2 if the rows are those of a gate and an up matrix, whose scales follow each other as the
+        rows do.
+        """
+        *lead, rows, columns = shape
+        block_rows, block_columns = self.block_shape
+        per_part = 1 if block_rows is None else -(-(rows // parts) // block_rows)
+        return (*lead, parts * per_part, 1 if block_columns is None else -(-columns // block_columns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,21 +358,44 @@ class Problem:
       spec: The layer.
       num_tokens: T, the (padded) number of tokens of the call, >= 0.
       dtype: Name of the activations' dtype, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-      weight_dtype: Name of the expert weights' dtype; the activations' if None.
+      weight_dtype: Name of the expert weights' dtype; if None the activations', or FP8's if quantised.
+      quant: How the expert weights are quantised: "none", "fp8_tensor", "fp8_channel" or "fp8_block".
+      activation_scales: How activations are quantised, see `ActivationScales`; if None as the scheme of that
+        name has it (`QuantScheme.named`). None if nothing is quantised.
     """
 
     spec: MoESpec
     num_tokens: int
     dtype: str
     weight_dtype: str | None = None
+    quant: str = "none"
+    activation_scales: ActivationScales | None = None
 
     def __post_init__(self) -> None:
         tokens = _checked_int("Problem", "num_tokens", self.num_tokens, 0)
         object.__setattr__(self, "num_tokens", tokens)
-        object.__setattr__(self, "weight_dtype", self.weight_dtype or self.dtype)
         check_spec(self.spec)
         check_dtype("Problem.dtype", self.dtype)
-        check_dtype("Problem.weight_dtype", self.weight_dtype)
+        if self.quant not in QUANTS:
+            raise ValueError(f"Problem.quant is one of {', '.join(map(repr, QUANTS))}; got {self.quant!r}.")
+        if self.quant == "none":
+            object.__setattr__(self, "weight_dtype", self.weight_dtype or self.dtype)
+            check_dtype("Problem.weight_dtype", self.weight_dtype)
+            if self.activation_scales is not None:
+                raise ValueError(
+                    f"Problem.activation_scales={self.activation_scales!r} needs quantised weights; got "
+                    "quant='none'."
+                )
+            return
+        object.__setattr__(self, "weight_dtype", self.weight_dtype or FP8)
+        if self.weight_dtype != FP8:
+            raise TypeError(
+                f"Problem.weight_dtype is {FP8!r} with quant={self.quant!r}; got {self.weight_dtype!r}."
+            )
+        scheme = QuantScheme.named(self.quant)
+        if self.activation_scales is not None:
+            scheme = dataclasses.replace(scheme, activations=self.activation_scales)
+        object.__setattr__(self, "activation_scales", scheme.activations)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,9 +461,19 @@ def _checked_float(name: str, value: Any) -> float:
     return number
 
 
-def _checked_choice(name: str, value: Any, choice: type[_Choice]) -> _Choice:
+def _checked_choice(name: str, value: Any, choice: type[_Choice], owner: str = "MoESpec") -> _Choice:
     try:
         return choice(value)
     except ValueError:
         options = ", ".join(repr(c.value) for c in choice)
-        raise ValueError(f"MoESpec.{name} is one of {options}; got {value!r}.") from None
+        raise ValueError(f"{owner}.{name} is one of {options}; got {value!r}.") from None
+
+
+_SCHEMES = {
+    f"fp8_{weights.value}": QuantScheme(weights=weights, activations=activations)
+    for weights, activations in (
+        (WeightScales.TENSOR, ActivationScales.TENSOR),
+        (WeightScales.CHANNEL, ActivationScales.TOKEN),
+        (WeightScales.BLOCK, ActivationScales.GROUP),
+    )
+}

@@ -2,7 +2,7 @@
 
     rows    = x[token of row]                     (R, D)   gathered, sorted by expert
     a       = rows @ w13[e].T (+ b13[e])          (R, 2F)  float32
-    h       = activation(a)                       (R, F)   in x's dtype
+    h       = activation(a)                       (R, F)   in x's dtype; quantised weights: float32
     y_row   = h @ w2[e].T (+ b2[e])               (R, D)   float32
     y       = Σ_k weight_k · y_row[row of (t, k)] (T, D)   float32, in slot order
 
@@ -16,6 +16,10 @@ of copies at once. That is a fallback, not a fast path.
 expert's weights, masked: E times the work, buffers of E × R × max(D, 2F), and a NaN in an expert that no
 token visits reaches every row (BUILD_NOTES "Measured facts").
 
+Quantised weights are multiplied by rows that are rounded to FP8 too; both products are those of what the
+codes stand for, in float32 (the rules: `moe_pallas.quant`). A tile dequantises its own expert's matrix: on a
+CPU there is one at a time, elsewhere `_COPY_BYTES` of them.
+
 Sums over experts run in a fixed order without scatter-adds, in the backward pass too, so results are
 bitwise repeatable.
 """
@@ -23,7 +27,8 @@ bitwise repeatable.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +36,7 @@ from jax import lax
 
 from moe_pallas.activations import activate
 from moe_pallas.plan import Plan, make_plan
+from moe_pallas.quant import QTensor, dequantize, round_activations, scale_of_x
 from moe_pallas.routing import Routing
 from moe_pallas.spec import MoESpec, WeightOn
 
@@ -42,8 +48,8 @@ _COPY_BYTES = 2**28  # of copied weights at once
 def fused_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -53,8 +59,8 @@ def fused_experts(
     Args:
       x: (T, D). Rows that are routed nowhere are never read into a result.
       routing: ids (T, top_k) and weights (T, top_k).
-      w13: (E, 2F, D) in x's dtype.
-      w2: (E, D, F) in x's dtype.
+      w13: (E, 2F, D) in x's dtype, or quantised.
+      w2: (E, D, F) in x's dtype, or quantised by the same scheme.
       b13: (E, 2F) or None.
       b2: (E, D) or None.
       spec: The layer.
@@ -71,12 +77,21 @@ def fused_experts(
         rows = jnp.where(is_live[:, None], _dispatch(x, plan, spec.top_k), 0)
         if spec.weight_on is WeightOn.INPUT:
             row_weights = weights.reshape(-1)[plan.slot_of_row]
-            rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(x.dtype)
+            rows = rows.astype(jnp.float32) * row_weights[:, None]
+        if isinstance(w13, QTensor):
+            rows = round_activations(rows, w13.scheme.activations, scale_of_x(w13))
+        else:
+            rows = rows.astype(x.dtype)
     with jax.named_scope("w13"):
         a = grouped_matmul(rows, w13, plan.group_sizes)
         if b13 is not None:
             a = a + _bias_of_rows(b13, plan.group_sizes, a.shape[0])
-        h = activate(a, spec).astype(x.dtype)
+        h = activate(a, spec)
+        if isinstance(w2, QTensor):
+            h = jnp.where(is_live[:, None], h, 0.0)
+            h = round_activations(h, w2.scheme.activations, _scale_of_h(w2, routing, plan))
+        else:
+            h = h.astype(x.dtype)
     with jax.named_scope("w2"):
         y = grouped_matmul(h, w2, plan.group_sizes)
         if b2 is not None:
@@ -88,13 +103,21 @@ def fused_experts(
         return jnp.where(is_valid[..., None], slots * scale[..., None], 0.0).sum(1)
 
 
+def _scale_of_h(w2: QTensor, routing: Routing, plan: Plan) -> jax.Array | None:
+    """(R, 1): each row's expert's input_scale; None if scales are dynamic."""
+    if w2.input_scale is None:
+        return None
+    expert_of_row = routing.topk_ids.reshape(-1)[plan.slot_of_row]
+    return w2.input_scale[jnp.clip(expert_of_row, 0, w2.shape[0] - 1)]
+
+
 @jax.custom_vjp
-def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(rows: jax.Array, weights: jax.Array | QTensor, group_sizes: jax.Array) -> jax.Array:
     """Multiply each group of rows by its own matrix: ``out[r] = rows[r] @ weights[group of r].T``.
 
     Args:
       rows: (R, K). Sorted by group; rows past the groups must not matter to anybody.
-      weights: (G, N, K) in rows' dtype.
+      weights: (G, N, K) in rows' dtype; or quantised, with rows in float32.
       group_sizes: (G,) int32, with a sum of at most R.
 
     Returns:
@@ -102,23 +125,26 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
 
     Notes:
       Reverse-mode gradients only. Cotangents come in the operands' dtype; the incoming one is rounded to
-      it before the two backward products. Weights of empty groups get exactly 0.
+      it before the two backward products. Weights of empty groups get exactly 0; quantised weights are
+      frozen, their gradient is 0.
     """
     return _rows_by_group(rows, weights, group_sizes, contract=2)
 
 
 def _grouped_matmul_fwd(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    rows: jax.Array, weights: jax.Array | QTensor, group_sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | QTensor, jax.Array]]:
     return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
 
 
 def _grouped_matmul_bwd(
-    residuals: tuple[jax.Array, jax.Array, jax.Array], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+    residuals: tuple[jax.Array, jax.Array | QTensor, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
     rows, weights, group_sizes = residuals
-    d_out = d_out.astype(weights.dtype)
+    d_out = d_out.astype(rows.dtype)
     d_rows = _rows_by_group(d_out, weights, group_sizes, contract=1)
+    if isinstance(weights, QTensor):
+        return _like_primal(d_rows.astype(rows.dtype), rows), None, None
     d_weights = _weights_by_group(d_out, rows, group_sizes)
     return (
         _like_primal(d_rows.astype(rows.dtype), rows),
@@ -128,6 +154,17 @@ def _grouped_matmul_bwd(
 
 
 grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+
+
+def _take(array: jax.Array, index: jax.Array) -> jax.Array:
+    """``array[index]``; of FP8 as bytes, because XLA for CPUs widens all of an FP8 array to index it."""
+    if array.dtype != jnp.float8_e4m3fn:
+        return lax.dynamic_index_in_dim(array, index, keepdims=False)
+    # The barrier keeps these bytes, a copy of all, from being made ahead of the loop.
+    array, index = lax.optimization_barrier((array, index))
+    codes = lax.bitcast_convert_type(array, jnp.uint8)
+    codes = lax.dynamic_index_in_dim(codes, index, keepdims=False)
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
 
 
 def _arange(size: int) -> jax.Array:
@@ -162,25 +199,24 @@ def _precision(dtype: jnp.dtype) -> lax.Precision:
 
 
 def _rows_by_group(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, contract: int
+    rows: jax.Array, weights: jax.Array | QTensor, group_sizes: jax.Array, *, contract: int
 ) -> jax.Array:
     """(R, K), (G, N, K) or (G, K, N) with K on axis ``contract`` → (R, N) float32."""
     num_rows, num_outputs = rows.shape[0], weights.shape[3 - contract]
     if num_rows == 0:
         return jnp.zeros((0, num_outputs), jnp.float32)
 
-    def product(
-        padded: jax.Array, weights: jax.Array, group: jax.Array, start: jax.Array, block: int
-    ) -> jax.Array:
+    def product(padded: jax.Array, weights: Any, group: jax.Array, start: jax.Array, block: int) -> jax.Array:
+        matrix = jax.tree.map(functools.partial(_take, index=group), weights)
         return lax.dot_general(
             lax.dynamic_slice_in_dim(padded, start, block),
-            lax.dynamic_index_in_dim(weights, group, keepdims=False),
+            dequantize(matrix) if isinstance(matrix, QTensor) else matrix,
             (((1,), (contract - 1,)), ((), ())),
             precision=_precision(rows.dtype),
             preferred_element_type=jnp.float32,
         )
 
-    def one_by_one(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def one_by_one(rows: jax.Array, weights: Any, group_sizes: jax.Array) -> jax.Array:
         padded, tiles, block = _tile(rows, group_sizes, _MAX_BLOCK)
 
         def step(tile: jax.Array, out: jax.Array) -> jax.Array:
@@ -189,12 +225,12 @@ def _rows_by_group(
             # A tile may reach into the next group's rows; that group's own tiles come later and overwrite.
             return lax.dynamic_update_slice_in_dim(out, value, start, 0)
 
-        out = _zeros((padded.shape[0], num_outputs), rows, weights, group_sizes)
+        out = _zeros((padded.shape[0], num_outputs), rows, *jax.tree.leaves(weights), group_sizes)
         return lax.fori_loop(0, tiles.num_tiles, step, out)[:num_rows]
 
-    def many_at_once(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def many_at_once(rows: jax.Array, weights: Any, group_sizes: jax.Array) -> jax.Array:
         padded, tiles, block = _tile(rows, group_sizes, _MAX_BLOCK_COPIED)
-        copy_bytes = weights[0].size * weights.dtype.itemsize
+        copy_bytes = math.prod(weights.shape[1:]) * rows.dtype.itemsize
         products = lax.map(
             lambda tile: product(padded, weights, tile[0], tile[1], block),
             (tiles.group, tiles.start),
@@ -206,7 +242,7 @@ def _rows_by_group(
         return products.reshape(-1, num_outputs)[tile * block + (row - tiles.start[tile])]
 
     @jax.custom_batching.sequential_vmap
-    def multiply(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array, weights: Any, group_sizes: jax.Array) -> jax.Array:
         out = lax.platform_dependent(rows, weights, group_sizes, cpu=one_by_one, default=many_at_once)
         return jnp.where((_arange(num_rows) < group_sizes.sum(dtype=jnp.int32))[:, None], out, 0.0)
 

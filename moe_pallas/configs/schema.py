@@ -47,6 +47,8 @@ class SwapABConfig:
     def validate(self, problem: Problem) -> str | None:
         """Say why the kernel can't run ``problem`` this way; None if it can."""
         spec = problem.spec
+        if problem.quant != "none":
+            return f"has no quantised weights; got {problem.quant}."
         if problem.dtype not in ("bfloat16", "float16"):
             return f"computes in bfloat16 or float16; got {problem.dtype}."
         for name, size in (

@@ -63,7 +63,11 @@ def combine(launch: Launch) -> None:
             else:
                 zero = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
                 total = lax.fori_loop(0, spec.top_k, lambda j, sum_: sum_ + value(first + j, column), zero)
-            launch.y[token, pl.ds(column, width)] = total.astype(launch.y.dtype)
+            _mgpu.store(
+                launch.y.at[token, pl.ds(column, width)],
+                total.astype(launch.y.dtype),
+                interpret=launch.interpret,
+            )
 
 
 def _piece_width(hidden_size: int, num_tokens: int, num_ctas: int) -> int:

@@ -285,6 +285,14 @@ def await_gather(pending: int, *, interpret: bool) -> None:
     wait()
 
 
+def store(ref: Any, value: jax.Array, *, interpret: bool) -> None:
+    """Store to global memory, also in pieces shorter than a cache line, of which jax 0.12 must be told."""
+    if interpret or not hasattr(plgpu, "store"):
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)
+
+
 def load_column(
     ref: Any,
     row: jax.Array,

@@ -270,7 +270,11 @@ def _compute(launch: Launch) -> None:
             @pl.when(item.split < config.up_splits - 1)
             def _leave() -> None:
                 for i, half in enumerate(halves):
-                    buffers.parts[item.number, i, :, pl.ds(0, width)] = half
+                    _mgpu.store(
+                        buffers.parts.at[item.number, i, :, pl.ds(0, width)],
+                        half,
+                        interpret=launch.interpret,
+                    )
 
             @pl.when(item.split == config.up_splits - 1)
             def _collect() -> None:
