@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
 from moe_pallas.oracle import Selection, check_backend, select_backend
+from moe_pallas.quant import QTensor, check_qtensor, dequantize, round_activations, scale_of_x
 from moe_pallas.routing import (
     Routing,
     count_experts,
@@ -27,7 +28,7 @@ from moe_pallas.routing import (
 from moe_pallas.sharding import Sharding, routed_experts
 from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, Any]  # of jax.Array, or QTensor where it is an expert's matrix
 Initializer = Callable[..., jax.Array]
 
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
@@ -161,7 +162,8 @@ class MoE:
         """Compute the layer.
 
         Args:
-          params: As `init` makes them, or `moe_pallas.interop.from_huggingface`.
+          params: As `init` makes them, or `moe_pallas.interop.from_huggingface`. The matrices of routed and
+            shared experts may be `QTensor`s, as `moe_pallas.quantize_experts` makes them.
           x: (..., D) bfloat16 | float16 | float32. Token activations.
           mask: (...) bool. False = padding, see `fused_moe`.
           num_tokens: () int. Instead of mask: the first so many tokens are real.
@@ -183,7 +185,7 @@ class MoE:
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
         dtype = x.dtype if self.dtype is None else self.dtype
-        cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
+        cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
         inputs = x.astype(dtype)
@@ -208,10 +210,14 @@ class MoE:
                     y = jnp.where(mask[..., None], y, 0)
         return (y, self._aux(params, logits, mask)) if return_aux else y
 
-    def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16) -> Selection:
-        """Say which backend serves a call of ``num_tokens`` tokens (of ``dtype``, if the layer has none)."""
+    def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16, quant: str = "none") -> Selection:
+        """Say which backend serves a call of ``num_tokens`` tokens (of ``dtype``, if the layer has none).
+
+        ``quant``: How the experts are quantised, see `Problem`.
+        """
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
-        return select_backend(Problem(spec=self.spec, num_tokens=num_tokens, dtype=name), self.backend)
+        problem = Problem(spec=self.spec, num_tokens=num_tokens, dtype=name, quant=quant)
+        return select_backend(problem, self.backend)
 
     def _apply_sharded(
         self, sharding: Sharding, params: Params, x: jax.Array, mask: jax.Array | None, return_aux: bool
@@ -229,14 +235,19 @@ class MoE:
             if mask is not None:
                 mask = mask.reshape(-1)
                 x = jnp.where(mask[:, None], x, 0)
-            cast = {name: params[name].astype(dtype) for name in _EXPERT_MATRICES if name in params}
+            cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
             with jax.named_scope("router"):
                 logits = _router_logits(params, x)
             inputs = x.astype(dtype)
             experts: dict[str, Any] = {n: cast.get(n, params[n]) for n in _ROUTED if n in params}
             bias = params.get("correction_bias")
             if sharding.experts_are_whole:
-                options: dict[str, Any] = {"spec": spec, "correction_bias": bias, "mask": mask, "backend": self.backend}
+                options: dict[str, Any] = {
+                    "spec": spec,
+                    "correction_bias": bias,
+                    "mask": mask,
+                    "backend": self.backend,
+                }
                 y = fused_moe(inputs, logits, **experts, **options)
             else:
                 with jax.named_scope("router"):
@@ -292,13 +303,30 @@ def _router_logits(params: Params, x: jax.Array) -> jax.Array:
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
+def _cast(weights: jax.Array | QTensor, dtype: Any) -> Any:
+    return weights if isinstance(weights, QTensor) else weights.astype(dtype)
+
+
 def _shared_expert(params: Params, x: jax.Array, spec: MoESpec) -> jax.Array:
-    """(..., D) → (..., D) float32."""
-    h = activate(_matmul(x, params["shared_w13"]), spec).astype(x.dtype)
-    y = _matmul(h, params["shared_w2"])
+    """(..., D) → (..., D) float32. Quantised: as the routed experts are, for all rows of x."""
+    w13, w2 = params["shared_w13"], params["shared_w2"]
+    inputs = x
+    if isinstance(w13, QTensor):
+        inputs, w13 = _round(x, w13, scale_of_x(w13)), dequantize(w13)
+    h = activate(_matmul(inputs, w13), spec)
+    if isinstance(w2, QTensor):
+        h, w2 = _round(h, w2, scale_of_x(w2)), dequantize(w2)
+    else:
+        h = h.astype(x.dtype)
+    y = _matmul(h, w2)
     if spec.shared_expert_gate:
         y = y * jax.nn.sigmoid(_matmul(x, params["shared_gate"][None]))
     return y
+
+
+def _round(x: jax.Array, weights: QTensor, input_scale: jax.Array | None) -> jax.Array:
+    rows = round_activations(x.reshape(-1, x.shape[-1]), weights.scheme.activations, input_scale)
+    return rows.reshape(x.shape)
 
 
 def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -320,7 +348,11 @@ def _check_params(params: Params, spec: MoESpec) -> None:
         check_array(f"params[{name!r}]", params[name])
         if params[name].shape != shape:
             raise ValueError(f"params[{name!r}] has shape {params[name].shape}; need {shape}.")
-        check_dtype(f"params[{name!r}]", params[name].dtype.name)
+        if isinstance(params[name], QTensor) and name in _QUANTISABLE:
+            gated = spec.gated and name in ("w13", "shared_w13")
+            check_qtensor(f"params[{name!r}]", params[name], spec.gate_up if gated else None)
+        else:
+            check_dtype(f"params[{name!r}]", params[name].dtype.name)
 
 
 def _check_input(x: jax.Array, spec: MoESpec) -> None:
