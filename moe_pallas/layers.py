@@ -213,74 +213,83 @@ class MoE:
     def select_backend(self, num_tokens: int, dtype: Any = jnp.bfloat16, quant: str = "none") -> Selection:
         """Say which backend serves a call of ``num_tokens`` tokens (of ``dtype``, if the layer has none).
 
+        With a ``sharding`` they are the tokens of all devices, and the backend that of each device's experts.
+
         ``quant``: How the experts are quantised, see `Problem`.
         """
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
-        problem = Problem(spec=self.spec, num_tokens=num_tokens, dtype=name, quant=quant)
+        spec = self.spec
+        if self.sharding is not None:
+            spec, num_tokens = self.sharding.seen_by_experts(spec, num_tokens)
+        problem = Problem(spec=spec, num_tokens=num_tokens, dtype=name, quant=quant)
         return select_backend(problem, self.backend)
 
     def _apply_sharded(
         self, sharding: Sharding, params: Params, x: jax.Array, mask: jax.Array | None, return_aux: bool
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
-        spec = self.spec
-        dtype = x.dtype if self.dtype is None else self.dtype
-        tokens = math.prod(x.shape[:-1])
-        strategy = sharding.select_strategy(spec, tokens, dtype.name).strategy
-        backend = self.select_backend(tokens, dtype).backend
-        sums = sharding.sum_axes
-
         def shard(params: Params, x: jax.Array, mask: jax.Array | None) -> Any:
             lead = x.shape[:-1]
-            x = x.reshape(-1, spec.hidden_size)
-            if mask is not None:
-                mask = mask.reshape(-1)
-                x = jnp.where(mask[:, None], x, 0)
-            cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
-            with jax.named_scope("router"):
-                logits = _router_logits(params, x)
-            inputs = x.astype(dtype)
-            experts: dict[str, Any] = {n: cast.get(n, params[n]) for n in _ROUTED if n in params}
-            bias = params.get("correction_bias")
-            if sharding.experts_are_whole:
-                options: dict[str, Any] = {
-                    "spec": spec,
-                    "correction_bias": bias,
-                    "mask": mask,
-                    "backend": self.backend,
-                }
-                y = fused_moe(inputs, logits, **experts, **options)
-            else:
-                with jax.named_scope("router"):
-                    real = logits if mask is None else jnp.where(mask[:, None], logits, 0)
-                    routing = route(real, spec, correction_bias=bias)
-                    if mask is not None:
-                        routing = drop_masked(routing, mask)
-                if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
-                    inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
-                y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
-            if spec.shared_intermediate_size:
-                with jax.named_scope("shared_expert"):
-                    split = sharding.shared_axes(spec)
-                    shared = _shared_expert(cast, inputs if split else x.astype(dtype), spec)
-                    if sums and not split:
-                        y = lax.psum(y, sums)
-                    y = (y.astype(jnp.float32) + shared).astype(dtype)
-                    if sums and split:
-                        y = lax.psum(y, sums)
-                    if mask is not None:
-                        y = jnp.where(mask[:, None], y, 0)
-            elif sums:
-                y = lax.psum(y, sums)
-            y = y.reshape(*lead, -1)
+            mask = None if mask is None else mask.reshape(-1)
+            y, logits = self._compute_shard(sharding, tokens, params, x.reshape(-1, x.shape[-1]), mask)
+            y = y.reshape(x.shape)
             if not return_aux:
                 return y
             aux = self._aux(params, logits, mask, axis_name=sharding.token_axes)
             return y, aux._replace(routing=jax.tree.map(lambda part: part.reshape(*lead, -1), aux.routing))
 
+        tokens = math.prod(x.shape[:-1])
         # None: split as tokens are.
         out_specs: Any = MoEAux._make([Routing._make([None, None]), P(), P(), P()])
-        out_specs = (None, out_specs) if return_aux else None
-        return sharding.run(shard, spec, params, x, mask, out_specs)
+        return sharding.run(shard, self.spec, params, x, mask, (None, out_specs) if return_aux else None)
+
+    def _compute_shard(
+        self, sharding: Sharding, tokens: int, params: Params, x: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """One shard's tokens (T, D) → their y and router logits; ``tokens``: of all shards together."""
+        spec = self.spec
+        dtype = x.dtype if self.dtype is None else self.dtype
+        if mask is not None:
+            x = jnp.where(mask[:, None], x, 0)
+        cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
+        experts: dict[str, Any] = {name: cast.get(name, params[name]) for name in _ROUTED if name in params}
+        with jax.named_scope("router"):
+            logits = _router_logits(params, x)
+        inputs = x.astype(dtype)
+        sums, bias = sharding.sum_axes, params.get("correction_bias")
+        if sharding.experts_are_whole:
+            y = fused_moe(
+                inputs,
+                logits,
+                **experts,
+                spec=spec,
+                correction_bias=bias,
+                mask=mask,
+                backend=self.backend,
+            )
+        else:
+            quant = cast["w13"].scheme.name if isinstance(cast["w13"], QTensor) else "none"
+            backend = self.select_backend(tokens, dtype, quant).backend
+            strategy = sharding.select_strategy(spec, tokens, dtype.name).strategy
+            with jax.named_scope("router"):
+                real = logits if mask is None else jnp.where(mask[:, None], logits, 0)
+                routing = route(real, spec, correction_bias=bias)
+                if mask is not None:
+                    routing = drop_masked(routing, mask)
+            if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
+                inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
+            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
+        is_split = bool(sharding.shared_axes(spec))
+        if sums and not is_split:
+            y = lax.psum(y, sums)
+        if spec.shared_intermediate_size:
+            with jax.named_scope("shared_expert"):
+                shared = _shared_expert(cast, inputs if is_split else x.astype(dtype), spec)
+                y = (y.astype(jnp.float32) + shared).astype(dtype)
+        if sums and is_split:
+            y = lax.psum(y, sums)
+        if mask is not None and spec.shared_intermediate_size:
+            y = jnp.where(mask[:, None], y, 0)
+        return y, logits
 
     def _aux(
         self, params: Params, logits: jax.Array, mask: jax.Array | None, axis_name: tuple[str, ...] = ()

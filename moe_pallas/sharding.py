@@ -43,9 +43,11 @@ from jax.sharding import PartitionSpec as P
 
 from moe_pallas import xla
 from moe_pallas.configs.collectives import STRATEGIES, Layout
+from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts
 from moe_pallas.oracle import StrategySelection, current_device, select_strategy
 from moe_pallas.plan import make_plan
+from moe_pallas.quant import QTensor
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec
 
@@ -229,6 +231,12 @@ class Sharding:
             spec, tokens, self.layout, dtype=dtype, strategy=self.strategy, platform=self._platform()
         )
 
+    def seen_by_experts(self, spec: MoESpec, num_tokens: int) -> tuple[MoESpec, int]:
+        """The layer and the tokens that one shard of the experts works on: its part of F, its group."""
+        groups = self.size(*(axis for axis in self.data if axis != self.expert))
+        width = spec.intermediate_size // self.size(self.tensor)
+        return dataclasses.replace(spec, intermediate_size=width), -(-num_tokens // groups)
+
     def _platform(self) -> str:
         devices = getattr(self.mesh, "devices", None)  # an AbstractMesh has none
         return current_device().platform if devices is None else devices.flat[0].platform
@@ -237,7 +245,7 @@ class Sharding:
         self,
         shard: Callable[..., Any],
         spec: MoESpec,
-        params: Mapping[str, jax.Array],
+        params: Mapping[str, Any],
         x: jax.Array,
         mask: jax.Array | None,
         out_specs: Any,
@@ -257,6 +265,12 @@ class Sharding:
             mask = jnp.ones(lead, bool) if mask is None else mask
             x = jnp.pad(x.reshape(tokens, -1), ((0, padded - tokens), (0, 0)))
             mask = jnp.pad(mask.reshape(tokens), (0, padded - tokens))
+        if self.size(self.tensor) > 1 and any(isinstance(value, QTensor) for value in params.values()):
+            raise UnsupportedError(
+                "sharding",
+                f"quantised weights can't be split over the axis {self.tensor!r}: blocks share scales.",
+                "an expert axis in its place, or weights that are not quantised.",
+            )
         token_spec = P(self.token_axes or None) if x.ndim > 1 else P()
         specs = {name: self._without_single(p) for name, p in self.param_specs(spec).items()}
         params = {name: self._place(params[name], specs[name]) for name in specs}
@@ -304,7 +318,7 @@ def routed_experts(
     strategy: str,
     x: jax.Array,
     routing: Routing,
-    experts: Mapping[str, jax.Array],
+    experts: Mapping[str, Any],
     spec: MoESpec,
     backend: str,
 ) -> jax.Array:
@@ -339,7 +353,7 @@ def _local_experts(
     x: jax.Array,
     routing: Routing,
     *,
-    experts: Mapping[str, jax.Array],
+    experts: Mapping[str, Any],
     spec: MoESpec,
     backend: str,
 ) -> jax.Array:
