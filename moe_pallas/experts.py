@@ -6,6 +6,7 @@ only real tokens and dropped ids; then the oracle is asked. A kernel's gradients
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -16,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_pallas import xla
-from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.oracle import Selection, select_backend
 from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
@@ -103,6 +103,9 @@ def fused_moe(
     if selection.backend == "swap_ab":
         count = None if mask is not None else num_tokens
         return _swap_ab_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection)
+    if selection.backend == "grouped_gemm":
+        routing = _route_real(router_logits, correction_bias, real, spec)
+        return _kernel_experts(x, routing, w13, w2, b13, b2, real, spec, selection)
     return _xla_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, spec)
 
 
@@ -159,8 +162,8 @@ def fused_experts(
     routing = Routing(
         _int32_in(routing.topk_ids, -1, spec.num_experts), jnp.asarray(routing.topk_weights, jnp.float32)
     )
-    if selection.backend == "swap_ab":
-        return _swap_ab_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
+    if selection.backend != "xla":
+        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
     return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
 
 
@@ -236,7 +239,7 @@ def _swap_ab_moe(
     problem = Problem(spec=spec, num_tokens=math.prod(x.shape[:-1]), dtype=x.dtype.name)
     if not swap_ab.routes(problem, config):
         routing = _route_real(logits, correction_bias, mask, spec)
-        return _swap_ab_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
+        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
     # The kernel takes the count itself: no mask needs to be made for it.
     real = None if mask is None else mask.reshape(-1).astype(jnp.int32)
     if count is not None:
@@ -261,7 +264,7 @@ def _swap_ab_moe(
     return y.reshape(x.shape)
 
 
-def _swap_ab_experts(
+def _kernel_experts(
     x: jax.Array,
     routing: Routing,
     w13: jax.Array | QTensor,
@@ -272,15 +275,16 @@ def _swap_ab_experts(
     spec: MoESpec,
     selection: Selection,
 ) -> jax.Array:
-    from moe_pallas.kernels import swap_ab
+    from moe_pallas.kernels import grouped_gemm, swap_ab
 
     if mask is not None:
         routing = drop_masked(routing, mask)
 
-    config = _config(selection)
+    kernels: Any = {"swap_ab": swap_ab, "grouped_gemm": grouped_gemm}
+    run = functools.partial(kernels[selection.backend].fused_experts, spec=spec, config=_config(selection))
 
     def kernel(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
-        return swap_ab.fused_experts(x, routing, w13, w2, b13, b2, spec, config=config)
+        return run(x, routing, w13, w2, b13, b2)
 
     def portable(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
         return xla.fused_experts(x, routing, w13, w2, b13, b2, spec).astype(x.dtype)
@@ -289,7 +293,7 @@ def _swap_ab_experts(
     return y.reshape(x.shape)
 
 
-def _config(selection: Selection) -> SwapABConfig:
+def _config(selection: Selection) -> Any:
     assert selection.config is not None, selection
     return selection.config
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
 from moe_pallas.configs.heuristics import default_swap_ab
-from moe_pallas.configs.schema import SwapABConfig
+from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import DeviceInfo, MoESpec, Problem
 
-BACKENDS = ("swap_ab", "xla")
+BACKENDS = ("swap_ab", "grouped_gemm", "xla")
 PORTABLE_BACKENDS = ("xla",)  # run wherever JAX does, on every problem
 
 _assumed: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("assumed_device", default=None)
@@ -36,7 +36,7 @@ class Selection:
 
     backend: str
     reason: str
-    config: SwapABConfig | None = None
+    config: SwapABConfig | GroupedGemmConfig | None = None
     device: DeviceInfo
 
 
@@ -66,21 +66,35 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
     device = device or current_device()
     if backend == "xla":
         return Selection(backend=backend, reason="asked for explicitly", device=device)
-    config = default_swap_ab(problem)
-    if backend == "swap_ab":
+    configs: dict[str, SwapABConfig | GroupedGemmConfig] = {
+        "swap_ab": default_swap_ab(problem),
+        "grouped_gemm": GroupedGemmConfig(),
+    }
+    if backend in configs:
+        config = configs[backend]
         if objection := _objection(problem, config, device):
-            raise UnsupportedError("swap_ab", objection, "backend='xla', or 'auto'.")
+            raise UnsupportedError(backend, objection, "backend='xla', or 'auto'.")
         return Selection(backend=backend, reason="asked for explicitly", config=config, device=device)
-    objection = _objection(problem, config, device) or _too_many_tokens(problem)
-    if objection:
-        return Selection(backend="xla", reason=f"swap_ab: {objection}", device=device)
-    return Selection(
-        backend="swap_ab", reason="few tokens an expert on a Hopper GPU", config=config, device=device
-    )
+    objections = []
+    for name, reason in _REASONS.items():
+        objection = _objection(problem, configs[name], device)
+        if objection is None and name == "swap_ab":
+            objection = _too_many_tokens(problem)
+        if objection is None:
+            return Selection(backend=name, reason=reason, config=configs[name], device=device)
+        objections.append(f"{name}: {objection}")
+    return Selection(backend="xla", reason=" ".join(objections), device=device)
 
 
-def _objection(problem: Problem, config: SwapABConfig, device: DeviceInfo) -> str | None:
-    """Why swap_ab can't do this here."""
+# Why "auto" takes a kernel, in the order in which they are asked.
+_REASONS = {
+    "swap_ab": "few tokens an expert on a Hopper GPU",
+    "grouped_gemm": "many tokens an expert on a Hopper GPU",
+}
+
+
+def _objection(problem: Problem, config: SwapABConfig | GroupedGemmConfig, device: DeviceInfo) -> str | None:
+    """Why the kernel of this configuration can't do this here."""
     if not device.is_hopper:
         return (
             "needs an NVIDIA GPU of compute capability 9.0 (Hopper); got "

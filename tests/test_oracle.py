@@ -59,30 +59,37 @@ def test_a_cpu_runs_xla(model: str, num_tokens: int) -> None:
         ({"intermediate_size": 64}, "64"),
     ],
 )
-def test_what_swap_ab_cannot_do_is_xla(options: dict[str, Any], word: str) -> None:
+def test_what_kernels_cannot_do_is_xla(options: dict[str, Any], word: str) -> None:
     problem = make_problem(**options)
     selection = select_backend(problem, device=H200)
     assert selection.backend == "xla"
     assert word in selection.reason and selection.reason.startswith("swap_ab: ")
-    with pytest.raises(UnsupportedError, match=word):
-        select_backend(problem, "swap_ab", device=H200)
+    assert " grouped_gemm: " in selection.reason
+    for kernel in ("swap_ab", "grouped_gemm"):
+        with pytest.raises(UnsupportedError, match=word):
+            select_backend(problem, kernel, device=H200)
     assert select_backend(problem, "xla", device=H200).reason == "asked for explicitly"
 
 
-def test_many_tokens_an_expert_are_xla_unless_swap_ab_is_asked_for() -> None:
+def test_many_tokens_an_expert_are_grouped_gemm_unless_swap_ab_is_asked_for() -> None:
     few, many = make_problem(64), make_problem(4096)
     assert select_backend(few, device=H200).backend == "swap_ab"
     selection = select_backend(many, device=H200)
-    assert selection.backend == "xla"
-    assert "1024 tokens an expert" in selection.reason
+    assert selection.backend == "grouped_gemm"
+    assert selection.config.validate(many) is None
     asked = select_backend(many, "swap_ab", device=H200)
     assert (asked.backend, asked.reason) == ("swap_ab", "asked for explicitly")
-    # Once xla, more tokens never bring swap_ab back.
+    asked = select_backend(few, "grouped_gemm", device=H200)
+    assert (asked.backend, asked.reason) == ("grouped_gemm", "asked for explicitly")
+    # More tokens never bring swap_ab back.
     chosen = [select_backend(make_problem(2**n), device=H200).backend for n in range(14)]
-    assert chosen == sorted(chosen)
+    assert chosen == sorted(chosen, reverse=True)
+    assert set(chosen) == {"swap_ab", "grouped_gemm"}
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "activation", ["swiglu", "geglu", "geglu_tanh", "relu2", "silu", "gelu", "gelu_tanh"]
+)
 @pytest.mark.parametrize(
     "options",
     [
