@@ -243,6 +243,21 @@ def grouped_gemm_case(name: str, spec: MoESpec, num_tokens: int) -> aot.Case:
     )
 
 
+def grouped_gemm_layer_case(model: str, num_tokens: int) -> aot.Case:
+    """From logits, as it is chosen: routing and plan are XLA's."""
+    spec = MODELS[model]
+    experts = grouped_gemm_case(model, spec, num_tokens)
+    case = layer_case("", spec, num_tokens, max_launches=30)
+    return replace(
+        experts,
+        name=f"grouped_gemm-layer-{model}-{num_tokens}",
+        function=functools.partial(on_h200, case.function),
+        args=case.args,
+        max_launches=case.max_launches,
+        max_temp_bytes=experts.max_temp_bytes + 16 * num_tokens * spec.num_experts,
+    )
+
+
 def groups_case(transpose_rhs: bool) -> aot.Case:
     """The public operation, with a hidden size of which the last tile is not whole."""
     lhs, rhs = shapes(
@@ -312,6 +327,7 @@ CASES = [
             {"activation": "gelu"},
         )
     ),
+    grouped_gemm_layer_case("qwen3-30b-a3b", 8192),
     groups_case(True),
     groups_case(False),
     swap_ab_option_case(

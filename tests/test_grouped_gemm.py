@@ -22,13 +22,13 @@ from interpreted import make_routing, without_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from numpy.typing import NDArray
 
-from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, reference, xla
+from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, fused_experts, fused_moe, reference, xla
 from moe_pallas import grouped_gemm as public_grouped_gemm
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import grouped_gemm
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200
-from moe_pallas.testing import assert_close, random_params, random_tokens
+from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
 
 CONFIG = GroupedGemmConfig()
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 0.9, "swiglu_up_offset": 1.0}
@@ -258,6 +258,39 @@ def test_groups_refused() -> None:
         public_grouped_gemm(lhs, rhs, sizes.astype(jnp.float32), transpose_rhs=True)
 
 
+# A layer through the public operations.
+
+SPEC = MoESpec(num_experts=16, top_k=4, hidden_size=512, intermediate_size=256)
+
+
+def layer_loss(
+    backend: str, x: jax.Array, logits: jax.Array, w13: jax.Array, w2: jax.Array, **rest: Any
+) -> jax.Array:
+    y = fused_moe(x, logits, w13, w2, spec=SPEC, backend=backend, **rest)
+    return jnp.sum(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape) * y.astype(jnp.float32))
+
+
+def layer_inputs(num_tokens: int) -> tuple[jax.Array, ...]:
+    params = random_params(SPEC, dtype="bfloat16")
+    x = random_tokens(SPEC, num_tokens, dtype="bfloat16")
+    return tuple(map(jnp.asarray, (x, random_logits(num_tokens, 16), params["w13"], params["w2"])))
+
+
+def test_layers_are_lowered() -> None:
+    """Three launches, of the gradient's forward pass too; chosen by itself for many tokens."""
+    args = layer_inputs(300)
+    loss = functools.partial(layer_loss, "auto")
+    assert count_launches(loss, *args) == 3
+    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), *args) == 3
+    assert count_launches(jax.checkpoint(loss), *args) == 3
+    assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 3
+    mask = jnp.arange(300) % 3 == 0
+    assert count_launches(lambda mask, *args: loss(*args, mask=mask), mask, *args) == 3
+    assert count_launches(lambda count, *args: loss(*args, num_tokens=count), jnp.int32(7), *args) == 3
+    own = functools.partial(fused_experts, spec=SPEC, backend="grouped_gemm")
+    assert count_launches(own, args[0], make_routing(SPEC, 300), *args[2:]) == 3
+
+
 def test_what_it_refuses() -> None:
     def objection(config: GroupedGemmConfig = CONFIG, dtype: str = "bfloat16", **options: Any) -> str:
         return config.validate(Problem(spec=make_spec(**options), num_tokens=9, dtype=dtype)) or ""
@@ -274,8 +307,6 @@ def test_what_it_refuses() -> None:
 
 
 # On a GPU
-
-SPEC = MoESpec(num_experts=16, top_k=4, hidden_size=512, intermediate_size=256)
 
 
 @functools.cache
@@ -397,6 +428,28 @@ def test_gradients_of_groups(transpose_rhs: bool) -> None:
     for one, other in zip(got, want, strict=True):
         difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
         assert np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(np.asarray(other, np.float64))
+
+
+@pytest.mark.gpu
+def test_layers() -> None:
+    """Values and gradients are the portable backend's; padding may hold anything."""
+    args = layer_inputs(700)
+    for rest in ({}, {"mask": jnp.arange(700) % 3 == 0}, {"num_tokens": jnp.int32(333)}):
+        (value, got), (expected, want) = (
+            jax.jit(jax.value_and_grad(functools.partial(layer_loss, backend), argnums=(0, 1, 2, 3)))(
+                *args, **rest
+            )
+            for backend in ("grouped_gemm", "xla")
+        )
+        np.testing.assert_allclose(value, expected, atol=2.0)  # a sum of 358,400 terms, each a rounding off
+        for one, other in zip(got, want, strict=True):
+            difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
+            assert np.linalg.norm(difference) <= 1e-2 * np.linalg.norm(np.asarray(other, np.float64))
+    x, *others = args
+    layer = jax.jit(functools.partial(fused_moe, spec=SPEC, backend="grouped_gemm"))
+    clean = layer(x, *others, num_tokens=jnp.int32(333))
+    assert_same_bits(layer(x.at[333:].set(jnp.nan), *others, num_tokens=jnp.int32(333)), clean)
+    assert not np.asarray(clean)[333:].any()
 
 
 @pytest.mark.gpu
