@@ -43,6 +43,7 @@ class Tensor:
       param: The parameter's name in `MoESpec.param_shapes`.
       index: ``param[index]`` is the part.
       transposed: The checkpoint holds the part with its last two axes swapped.
+      other_shape: Another shape that some checkpoints have it in, with the same entries.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Tensor:
     param: str
     index: tuple[Any, ...] = ()
     transposed: bool = False
+    other_shape: tuple[int, ...] | None = None
 
     def view(self, param: np.ndarray) -> np.ndarray:
         """Give this tensor's part of its parameter, shaped as in the checkpoint; writable if that is."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from moe_pallas.errors import UnsupportedError
@@ -21,9 +22,9 @@ from moe_pallas.errors import UnsupportedError
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONTENT = f"config.json with {_SINGLE}, or with {_INDEX} and the shards it names"
-# NumPy's own dtypes, and bfloat16: it knows that name since jax, and so ml_dtypes, was imported. FP8 and
-# FP4 are of no use without their scales.
+# NumPy's own dtypes, and bfloat16: it knows that name since jax, and so ml_dtypes, was imported.
 _READABLE = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64")
+_FP8 = "F8_E4M3"  # read here: safetensors has no NumPy dtype for it
 
 
 class SafetensorsFolder:
@@ -64,6 +65,7 @@ class SafetensorsFolder:
             )
         self._safe_open, self._error = _import_safetensors()
         self._shards: dict[str, Any] = {}
+        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}  # where a shard's data begins, its header
         self.listing, self._files = self._read_listing()
 
     def names(self) -> tuple[str, ...]:
@@ -88,23 +90,41 @@ class SafetensorsFolder:
         """Read one tensor.
 
         Returns:
-          An array of the tensor's shape and dtype (BF16 as ml_dtypes' bfloat16) with memory of its own.
+          An array of the tensor's shape and dtype (BF16 and F8_E4M3 as ml_dtypes' bfloat16 and float8_e4m3fn)
+          with memory of its own.
 
         Raises:
           ValueError: No such tensor, or a broken file.
-          UnsupportedError: A dtype that NumPy doesn't have, such as FP8.
+          UnsupportedError: A dtype that NumPy and ml_dtypes don't have, or none that anything here uses.
         """
         dtype = self.dtype(name)
+        if dtype == _FP8:
+            return self._read_bytes(name).view(ml_dtypes.float8_e4m3fn).reshape(self.shape(name))
         if dtype not in _READABLE:
             raise UnsupportedError(
                 "SafetensorsFolder.read",
                 f"{name!r} in {self.file(name)} is stored as {dtype}.",
-                f"tensors of {', '.join(_READABLE)}.",
+                f"tensors of {', '.join((*_READABLE, _FP8))}.",
             )
         try:
             return self._shard(self.file(name)).get_tensor(name)
         except (self._error, OSError) as error:
             raise self._broken(self.file(name), error) from error
+
+    def _read_bytes(self, name: str) -> np.ndarray:
+        file = self.file(name)
+        self._shard(file)  # safetensors has checked the header, its offsets and the file's size
+        try:
+            with self._path(file).open("rb") as stream:
+                if file not in self._headers:
+                    length = int.from_bytes(stream.read(8), "little")
+                    self._headers[file] = (8 + length, json.loads(stream.read(length)))
+                data, header = self._headers[file]
+                start, stop = header[name]["data_offsets"]
+                stream.seek(data + start)
+                return np.fromfile(stream, np.uint8, stop - start)
+        except (OSError, ValueError, KeyError) as error:
+            raise self._broken(file, error) from error
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
