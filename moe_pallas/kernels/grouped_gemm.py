@@ -21,8 +21,8 @@ are multiplied without the other half. Results leave through shared memory, by T
 runs on across items. Barriers in shared memory:
 
     name    arrivals   who arrives                                               who waits
-    full    5          TMA, each run of weight rows; the tile of rows (the       both consumers
-                       producer, some steps late, or TMA)
+    full    5 (3)      TMA, each run of weight rows (or both of a consumer);      both consumers
+                       the tile of rows: the producer, some steps late, or TMA
     empty   2          each consumer, one step late                              producer
 
 The producer waits for the gather of step s after it has begun that of step s + lag; the stage for that is
@@ -39,6 +39,8 @@ the same order wherever it stands in a block.
 Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
 multiples of 64, from 128 on. A consumer whose weight rows all lie past the end of a matrix lets its turn
 pass; with one of two runs there, it multiplies both and stores one.
+
+`multiply_groups` is a launch by itself: rows as they stand, gathered in order and stored one by one.
 """
 
 from __future__ import annotations
