@@ -232,12 +232,12 @@ def count_launches(function: Any, *args: Any) -> int:
 @pytest.mark.parametrize("transpose_rhs", [True, False])
 def test_groups_are_lowered(transpose_rhs: bool) -> None:
     args = (*grouped_inputs((5, 6, 0), 40, 2, 128, 192, transpose_rhs), jnp.int32(1))
-    loss = functools.partial(groups_loss, "auto", transpose_rhs)
+    loss = functools.partial(groups_loss, "grouped_gemm", transpose_rhs)
     assert count_launches(loss, *args) == 1
     assert count_launches(jax.value_and_grad(loss, argnums=(0, 1)), *args) == 2
     assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 1
     odd = (*grouped_inputs((5, 6, 0), 40, 2, 128, 96, transpose_rhs), jnp.int32(1))
-    assert count_launches(loss, *odd) == 0
+    assert count_launches(functools.partial(groups_loss, "auto", transpose_rhs), *odd) == 0
 
 
 def test_groups_refused() -> None:
@@ -277,9 +277,9 @@ def layer_inputs(num_tokens: int) -> tuple[jax.Array, ...]:
 
 
 def test_layers_are_lowered() -> None:
-    """Three launches, of the gradient's forward pass too; chosen by itself for many tokens."""
+    """Three launches, of the gradient's forward pass too."""
     args = layer_inputs(300)
-    loss = functools.partial(layer_loss, "auto")
+    loss = functools.partial(layer_loss, "grouped_gemm")
     assert count_launches(loss, *args) == 3
     assert count_launches(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), *args) == 3
     assert count_launches(jax.checkpoint(loss), *args) == 3

@@ -71,20 +71,19 @@ def test_what_kernels_cannot_do_is_xla(options: dict[str, Any], word: str) -> No
     assert select_backend(problem, "xla", device=H200).reason == "asked for explicitly"
 
 
-def test_many_tokens_an_expert_are_grouped_gemm_unless_swap_ab_is_asked_for() -> None:
+def test_grouped_gemm_is_taken_when_asked_for() -> None:
     few, many = make_problem(64), make_problem(4096)
     assert select_backend(few, device=H200).backend == "swap_ab"
     selection = select_backend(many, device=H200)
-    assert selection.backend == "grouped_gemm"
-    assert selection.config.validate(many) is None
-    asked = select_backend(many, "swap_ab", device=H200)
-    assert (asked.backend, asked.reason) == ("swap_ab", "asked for explicitly")
-    asked = select_backend(few, "grouped_gemm", device=H200)
-    assert (asked.backend, asked.reason) == ("grouped_gemm", "asked for explicitly")
-    # More tokens never bring swap_ab back.
-    chosen = [select_backend(make_problem(2**n), device=H200).backend for n in range(14)]
-    assert chosen == sorted(chosen, reverse=True)
-    assert set(chosen) == {"swap_ab", "grouped_gemm"}
+    assert selection.backend == "xla"
+    assert "swap_ab: 1024 tokens an expert" in selection.reason
+    assert "grouped_gemm: was compiled for Hopper GPUs" in selection.reason
+    for backend in ("swap_ab", "grouped_gemm"):
+        for problem in (few, many):
+            asked = select_backend(problem, backend, device=H200)
+            assert (asked.backend, asked.reason) == (backend, "asked for explicitly")
+            assert asked.config is not None
+            assert asked.config.validate(problem) is None
 
 
 @pytest.mark.parametrize(
