@@ -5,12 +5,14 @@
 
 Without arguments it runs the small byte-level model in `tiny_lm` (see `train_tiny.py`). Any Mixtral,
 Qwen3-MoE or OLMoE folder from the Hugging Face hub works. ``--check`` compares every MoE layer of every step
-with the NumPy reference and fails if one is off.
+with the NumPy reference and fails if one is off. ``--quantize fp8_block`` rounds the experts to FP8 and says
+how far that moves the logits.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pathlib
 import sys
@@ -25,6 +27,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from moe_pallas import UnsupportedError, reference
+from moe_pallas.spec import QUANTS
 
 FLAGS = flags.FLAGS
 
@@ -32,6 +35,8 @@ TINY_LM = pathlib.Path(__file__).parent / "tiny_lm"
 # What a layer's output may be off, relative to the reference (see `MoECheck`): some hundred roundings of
 # float32; the halves round between the two products and at the end.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+# In FP8 a number at a tie may be rounded the other way, a step of 1/8 in one of F (see moe_pallas.testing).
+FP8_TOLERANCE = 5e-2
 _SMALLEST_BUCKET = 16  # tokens
 _CACHE_MULTIPLE = 64  # slots
 
@@ -47,6 +52,7 @@ def define_flags() -> None:
         "dtype", "auto", ["auto", *TOLERANCE], "To compute in; auto: float32 on a CPU, else the checkpoint's."
     )
     flags.DEFINE_string("backend", "auto", "The MoE layers' backend.")
+    flags.DEFINE_enum("quantize", "none", QUANTS, "Round the experts to FP8, and say what that changes.")
     flags.DEFINE_bool("check", False, "Compare every MoE layer with the NumPy reference (slow).")
 
 
@@ -318,6 +324,8 @@ class MoECheck:
         self._spec = config.moe.spec
         self._params = [jax.tree.map(np.asarray, layer["moe"]) for layer in params["layers"]]
         self.tolerance = TOLERANCE[params["embed"].dtype.name]
+        if decoder.quant_of(params) != "none":
+            self.tolerance += FP8_TOLERANCE
         self.worst = [0.0] * config.num_layers
 
     def __call__(self, moe: MoERows, mask: np.ndarray) -> None:
@@ -349,6 +357,71 @@ def _rms(rows: np.ndarray) -> np.ndarray:
     return np.sqrt(np.mean(rows * rows, axis=-1))
 
 
+class LogitShift(NamedTuple):
+    """What quantising does to a model's logits, along the greedy continuations of the original.
+
+    Attributes:
+      max_abs: The largest shift of any logit.
+      mean_abs: The mean shift.
+      spread: The mean of a position's standard deviation of logits, to compare with.
+      changed_at: For each prompt, the first new token that the quantised model continues with differently;
+        None if its text is the same.
+    """
+
+    max_abs: float
+    mean_abs: float
+    spread: float
+    changed_at: list[int | None]
+
+    def report(self) -> str:
+        changes = [
+            f"prompt {row} from new token {at} on" for row, at in enumerate(self.changed_at) if at is not None
+        ]
+        text = "unchanged" if not changes else f"changed: {', '.join(changes)}"
+        return (
+            f"quantising: logits move by {self.mean_abs:.3g} on average, {self.max_abs:.3g} at most (their "
+            f"standard deviation: {self.spread:.3g}); greedy text {text}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    config: decoder.DecoderConfig, params: decoder.Params, ids: jax.Array, mask: jax.Array
+) -> jax.Array:
+    hidden, _, _ = decoder.forward(config, params, ids, mask=mask)
+    return decoder.unembed(config, params, hidden)
+
+
+def compare_logits(
+    config: decoder.DecoderConfig,
+    params: decoder.Params,
+    quantised: decoder.Params,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> LogitShift:
+    """Continues prompts greedily with both models, and compares logits along what the first one says."""
+    before, after = (
+        generate(config, p, prompts, max_new_tokens=max_new_tokens).tokens for p in (params, quantised)
+    )
+    texts = [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, before, strict=True)]
+    width = max(map(len, texts))
+    ids, mask = np.zeros((len(texts), width), np.int32), np.zeros((len(texts), width), bool)
+    is_new = np.zeros_like(mask)  # positions whose logits choose a new token
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        ids[row, : len(text)], mask[row, : len(text)] = text, True
+        is_new[row, len(prompt) - 1 : len(text)] = True
+
+    original, moved = (
+        np.asarray(_logits(config, p, ids, mask))[is_new].astype(np.float64) for p in (params, quantised)
+    )
+    shift = np.abs(moved - original)
+    changed_at = [
+        next((i for i, pair in enumerate(itertools.zip_longest(a, b)) if pair[0] != pair[1]), None)
+        for a, b in zip(before, after, strict=True)
+    ]
+    return LogitShift(float(shift.max()), float(shift.mean()), float(original.std(-1).mean()), changed_at)
+
+
 def show_progress(done: int, total: int, seconds: float) -> None:
     """Redraws a bar on stderr if that is a terminal."""
     if sys.stderr.isatty():
@@ -366,13 +439,15 @@ def summary(config: decoder.DecoderConfig, params: decoder.Params, generation: G
     """What ran, on what, and how fast."""
     spec, dtype = config.moe.spec, params["embed"].dtype
     batch, width = generation.prefill_shape
+    quant = decoder.quant_of(params)
     size = sum(x.size for x in jax.tree.leaves(params))
+    stored = dtype.name if quant == "none" else f"{dtype.name}, experts in {quant}"
     lines = [
         f"model:    {config.family}, {config.num_layers} layers, {spec.num_experts} experts, "
-        f"top-{spec.top_k}, {size:,} parameters in {dtype.name}, on {jax.devices()[0].device_kind}",
+        f"top-{spec.top_k}, {size:,} parameters in {stored}, on {jax.devices()[0].device_kind}",
     ]
     for name, tokens in (("prefill", batch * width), ("decode", batch)):
-        chosen = config.moe.select_backend(tokens, dtype)
+        chosen = config.moe.select_backend(tokens, dtype, quant)
         lines.append(f"{name + ':':9} {tokens} tokens per step on {chosen.backend} ({chosen.reason})")
     lines += [
         f"compiled in {generation.compile_s:.2f} s",
@@ -399,7 +474,11 @@ def main(argv: list[str]) -> int | str:
         tokenizer = IdTokenizer() if FLAGS.prompt_ids else load_tokenizer(folder, config.vocab_size)
         prompts = [tokenizer.encode(text) for text in FLAGS.prompt_ids or FLAGS.prompt]
         check_prompts(config, prompts)
-        config.moe.select_backend(len(prompts), params["embed"].dtype)
+        if FLAGS.quantize != "none":
+            if (stored := decoder.quant_of(params)) != "none":
+                raise ValueError(f"The checkpoint's experts are in {stored} already; leave --quantize out.")
+            plain, params = params, decoder.quantize(config, params, FLAGS.quantize)
+        config.moe.select_backend(len(prompts), params["embed"].dtype, decoder.quant_of(params))
     except (UnsupportedError, OSError, ImportError, ValueError) as error:
         return f"error: {error}"
     check = MoECheck(config, params) if FLAGS.check else None
@@ -422,6 +501,8 @@ def main(argv: list[str]) -> int | str:
     if longest == config.max_positions:
         print(f"(stopped: the model's context of {longest} tokens is full)")
     print(summary(config, params, generation))
+    if FLAGS.quantize != "none":
+        print(compare_logits(config, plain, params, prompts, FLAGS.max_new_tokens).report())
     if check is not None:
         print(check.report())
         if not check.passed:

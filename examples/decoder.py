@@ -23,8 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_pallas import MoE, UnsupportedError
-from moe_pallas.interop import SafetensorsFolder, from_huggingface, to_huggingface
+from moe_pallas import MoE, QTensor, UnsupportedError, quantize_experts
+from moe_pallas.interop import (
+    SafetensorsFolder,
+    from_huggingface,
+    quantization_config,
+    read_dequantised,
+    to_huggingface,
+)
 
 Params = dict[str, Any]
 
@@ -411,7 +417,8 @@ def load_checkpoint(
 
     Args:
       folder: The folder.
-      dtype: What weights are cast to and the model computes in; None keeps the checkpoint's dtype.
+      dtype: What weights are cast to and the model computes in; None keeps the checkpoint's dtype. Experts
+        in FP8 stay so; other matrices in FP8 are dequantised.
       backend: Of the MoE layers, see `moe_pallas.MoE`.
 
     Raises:
@@ -425,22 +432,47 @@ def load_checkpoint(
         checkpoint.config | _generation_config(checkpoint.folder), MoE(spec, backend=backend)
     )
 
-    def cast(x: Any) -> jax.Array:
-        return jnp.asarray(x, dtype)
+    def cast(x: Any) -> Any:
+        return x if isinstance(x, QTensor) else jnp.asarray(x, dtype)
+
+    def read(name: str) -> jax.Array:
+        weight = read_dequantised(checkpoint, name)
+        # Dequantised ones are float32: the norms next to them say what the model is to compute in.
+        own = (
+            weight.dtype
+            if checkpoint.dtype(name) != "F8_E4M3"
+            else checkpoint.read("model.norm.weight").dtype
+        )
+        return jnp.asarray(weight, own if dtype is None else dtype)
 
     def layer(i: int) -> Params:
         _, moe = from_huggingface(folder, i)
-        params: Params = {"moe": jax.tree.map(cast, moe)}
+        params: Params = {"moe": {name: cast(param) for name, param in moe.items()}}
         for ours, theirs in _LAYER_TENSORS.items():
             if config.qk_norm is not QKNorm.NONE or ours not in ("q_norm", "k_norm"):
-                params[ours] = cast(checkpoint.read(f"model.layers.{i}.{theirs}.weight"))
+                params[ours] = read(f"model.layers.{i}.{theirs}.weight")
         return params
 
     params: Params = {"layers": [layer(i) for i in range(config.num_layers)]}
     for ours, theirs in _MODEL_TENSORS.items():
         if ours != "lm_head" or not config.tie_embeddings:
-            params[ours] = cast(checkpoint.read(f"{theirs}.weight"))
+            params[ours] = read(f"{theirs}.weight")
     return config, params
+
+
+def quantize(config: DecoderConfig, params: Params, scheme: str) -> Params:
+    """Rounds the experts of every block to FP8, see `moe_pallas.quantize_experts`; the rest is shared."""
+    layers = [
+        {**layer, "moe": quantize_experts(layer["moe"], config.moe.spec, scheme)}
+        for layer in params["layers"]
+    ]
+    return {**params, "layers": layers}
+
+
+def quant_of(params: Params) -> str:
+    """How the experts are quantised: ``"none"``, ``"fp8_tensor"``, ``"fp8_channel"`` or ``"fp8_block"``."""
+    w13 = params["layers"][0]["moe"]["w13"]
+    return w13.scheme.name if isinstance(w13, QTensor) else "none"
 
 
 def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
@@ -451,10 +483,14 @@ def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: str | pathlib.Path, config: DecoderConfig, params: Params, dtype: Any) -> None:
-    """Writes what `load_checkpoint` reads, with the hub's names and every weight cast to dtype."""
+    """Writes what `load_checkpoint` reads, with the hub's names and every weight but FP8 cast to dtype."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    cast = jax.tree.map(lambda x: np.asarray(x.astype(dtype)), params)
+
+    def is_fp8(x: Any) -> bool:
+        return isinstance(x, QTensor)
+
+    cast = jax.tree.map(lambda x: x if is_fp8(x) else np.asarray(x.astype(dtype)), params, is_leaf=is_fp8)
     tensors = {f"{_MODEL_TENSORS[n]}.weight": cast[n] for n in _MODEL_TENSORS if n in cast}
     for i, layer in enumerate(cast["layers"]):
         for ours, theirs in _LAYER_TENSORS.items():
@@ -463,4 +499,6 @@ def save_checkpoint(folder: str | pathlib.Path, config: DecoderConfig, params: P
         tensors |= to_huggingface(config.moe.spec, layer["moe"], i, family=config.family)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     fields = config.to_huggingface() | {"dtype": jnp.dtype(dtype).name}
+    if is_fp8(w13 := cast["layers"][0]["moe"]["w13"]):
+        fields["quantization_config"] = quantization_config(w13.scheme)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -19,7 +19,10 @@ import pytest
 
 pytest.importorskip("safetensors")
 pytest.importorskip("optax")
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+
+from moe_pallas import reference_fp8
+from moe_pallas.interop import SafetensorsFolder
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -228,6 +231,63 @@ def test_saved_checkpoint_is_read_back(tmp_path, family, tied):
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_quantised_checkpoint_is_read_back(tmp_path, scheme):
+    config, params = decoder.load_checkpoint(GOLDENS / "qwen3_moe")
+    assert decoder.quant_of(params) == "none"
+    quantised = decoder.quantize(config, params, scheme)
+    decoder.save_checkpoint(tmp_path, config, quantised, jnp.float32)
+    again, read = decoder.load_checkpoint(tmp_path)
+    assert again == config and decoder.quant_of(read) == scheme
+    jax.tree.map(np.testing.assert_array_equal, read, quantised)
+
+
+def test_matrices_outside_of_the_experts_are_dequantised(tmp_path):
+    config, params = decoder.load_checkpoint(GOLDENS / "qwen3_moe")
+    decoder.save_checkpoint(tmp_path, config, decoder.quantize(config, params, "fp8_block"), jnp.bfloat16)
+    tensors = load_file_with_fp8(tmp_path)
+    for name in list(tensors):
+        if re.search(r"self_attn\.[qkvo]_proj\.weight$", name):
+            values, scale = reference_fp8.quantize(tensors[name], "fp8_block")
+            tensors |= {name: values, f"{name}_scale_inv": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, read = decoder.load_checkpoint(tmp_path)
+    for ours, theirs in zip(read["layers"], params["layers"], strict=True):
+        assert ours["q"].dtype == jnp.bfloat16 and ours["moe"]["w13"].dtype == jnp.float8_e4m3fn
+        for name in "qkvo":
+            error = np.abs(ours[name].astype(np.float32) - theirs[name])
+            assert 0 < error.max() < 0.08 * np.abs(theirs[name]).max()
+    name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"holds no tensor '{name}'"):
+        decoder.load_checkpoint(tmp_path)
+
+
+def load_file_with_fp8(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    checkpoint = SafetensorsFolder(folder)
+    return {name: checkpoint.read(name) for name in checkpoint.names()}
+
+
+def test_report_of_moved_logits():
+    shift = decode_loop.LogitShift(0.5, 0.1, 2.0, [None, 4])
+    assert shift.report().endswith("greedy text changed: prompt 1 from new token 4 on")
+    assert shift._replace(changed_at=[None]).report().endswith("greedy text unchanged")
+
+
+def test_check_knows_quantised_layers(qwen):
+    config, params = qwen
+    quantised = decoder.quantize(config, params, "fp8_block")
+    inputs, mask = (
+        jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 64), np.float32)),
+        np.ones((1, 2), bool),
+    )
+    outputs = jax.jit(config.moe.apply)(quantised["layers"][0]["moe"], inputs)
+    for weights, factor, passed in ((quantised, 1.0, True), (quantised, 1.1, False), (params, 1.0, False)):
+        check = decode_loop.MoECheck(config, weights)
+        check(((inputs, factor * outputs),), mask)
+        assert check.passed == passed
+
+
 def test_tokenizers(tmp_path, monkeypatch):
     text = "naïve → text"
     byte = decode_loop.load_tokenizer(tmp_path, 256)
@@ -258,6 +318,17 @@ def test_demo_prints_text_and_speeds():
     assert re.search(r"decode: +1 tokens per step on xla", run.stdout)
     assert re.search(r"check .*passed", run.stdout)
     assert run.stderr == ""
+
+
+def test_demo_quantises():
+    args = [f"--checkpoint={GOLDENS / 'qwen3_moe'}", "--prompt_ids=4,5", "--max_new_tokens=2"]
+    run = run_example("decode_loop.py", *args, "--quantize=fp8_block")
+    assert run.returncode == 0, run.stderr
+    assert "experts in fp8_block" in run.stdout and run.stderr == ""
+    number = r"([\d.e-]+)"
+    line = rf"logits move by {number} on average, {number} at most \(their standard deviation: {number}\); greedy"
+    mean, largest, spread = map(float, re.search(line, run.stdout).groups())
+    assert 0 < mean < 0.1 * spread and mean < largest < spread
 
 
 @pytest.mark.parametrize(

@@ -372,6 +372,9 @@ def test_quantised_weights_are_frozen() -> None:
 @pytest.mark.parametrize("quant", QUANTS[1:])
 def test_kernels_decline_and_auto_takes_the_portable_backend(quant: str) -> None:
     spec = MoESpec(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
+    for num_tokens in (1, 4096):
+        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16", quant=quant)
+        assert select_backend(problem, device=H200).backend == "xla"
     problem = Problem(spec=spec, num_tokens=1, dtype="bfloat16", quant=quant)
     assert problem.weight_dtype == "float8_e4m3fn"
     assert problem.activation_scales == QuantScheme.named(quant).activations

@@ -15,11 +15,17 @@ byte for byte, scales as float32, whatever float they are stored as.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.interop.families import Tensor
+from moe_pallas.interop.safetensors_folder import SafetensorsFolder
+from moe_pallas.quant import QTensor, dequantize
 from moe_pallas.spec import ActivationScales, QuantScheme, WeightScales
 
 MATRICES = ("w13", "w2", "shared_w13", "shared_w2")
@@ -92,6 +98,30 @@ def quantization_config(scheme: QuantScheme | str) -> dict[str, Any]:
     if scheme.weights is WeightScales.BLOCK:
         return {**stated, "weight_block_size": list(scheme.block_shape)}
     return stated
+
+
+def read_dequantised(checkpoint: SafetensorsFolder, name: str) -> np.ndarray:
+    """Read a matrix ``X.weight`` outside of the experts, whatever it is stored in.
+
+    Returns:
+      (N, K) as it is stored; of FP8 each code times its scale, float32.
+
+    Raises:
+      ValueError: As `SafetensorsFolder.read`, or no scales of the form that config.json states.
+      UnsupportedError: A form of FP8 that is not read.
+    """
+    values = checkpoint.read(name)
+    if values.dtype != jnp.float8_e4m3fn:
+        return values
+    layout = read_layout(checkpoint.config)
+    if layout is None:
+        raise ValueError(f"{name} in {checkpoint.folder} is FP8, but config.json states no FP8 quantisation.")
+    scale_name = name.removesuffix("weight") + layout.scale_name
+    scale, need = checkpoint.read(scale_name).astype(np.float32), layout.scheme.scale_shape(values.shape)
+    if scale.size != math.prod(need):
+        raise ValueError(f"{scale_name} in {checkpoint.folder} is {scale.shape}, need {need}.")
+    matrix = QTensor(values=jnp.asarray(values), scale=jnp.asarray(scale.reshape(need)), scheme=layout.scheme)
+    return np.asarray(dequantize(matrix))
 
 
 def scale_tensors(tensors: Iterable[Tensor], layout: Layout) -> Iterator[Tensor]:
