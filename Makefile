@@ -47,7 +47,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/decode_loop.py $(ARGS)
 
 test: $(AOT)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
