@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from moe_pallas import layers
 from moe_pallas.layers import Initializer, MoEAux, Params
+from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
 
 try:
@@ -50,10 +50,11 @@ class MoE(nn.Module):
         itself (each expert its own); biases start at 0. It can't carry metadata: use ``partitioning``.
       partitioning: Parameter name → name of the mesh axis of each dimension, for example
         ``{"w13": ("expert", None, None), "w2": ("expert", None, None)}``. The variable is then an
-        ``nn.Partitioned``, which ``nn.get_partition_spec`` reports. None, or a name that is not in it: a
-        bare array.
+        ``nn.Partitioned``, which ``nn.get_partition_spec`` reports. A name that is not in it: a bare array.
+        None: that of ``sharding``.
       with_partitioning: What wraps an initialiser with the names of ``partitioning``: for logical axis names
         ``nn.with_logical_partitioning``.
+      sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
 
     Raises:
       ValueError: ``partitioning`` names a parameter that the layer does not have.
@@ -79,8 +80,12 @@ class MoE(nn.Module):
     kernel_init: Initializer = layers.MoE.kernel_init
     partitioning: Partitioning | None = None
     with_partitioning: Callable[..., Any] = nn.with_partitioning
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
+        if self.partitioning is None and self.sharding is not None:
+            specs = self.sharding.param_specs(self.spec)
+            self.partitioning = {name: tuple(axes) for name, axes in specs.items()}
         if self.partitioning is not None:
             if unknown := sorted(self.partitioning.keys() - self.spec.param_shapes.keys()):
                 raise ValueError(
@@ -100,6 +105,7 @@ class MoE(nn.Module):
             param_dtype=self.param_dtype,
             backend=self.backend,
             kernel_init=_plain(self.kernel_init),
+            sharding=self.sharding,
         )
 
     @overload
@@ -154,13 +160,19 @@ class MoE(nn.Module):
         return (y, aux) if return_aux else y
 
     def _declare(self, name: str, layer: layers.MoE) -> jax.Array:
-        init = functools.partial(layer.init_param, name)
+        def init(key: jax.Array) -> jax.Array:
+            array = layer.init_param(name, key)
+            if self.sharding is None:
+                return array
+            return self.sharding.place(array, self.sharding.param_specs(self.spec)[name])
+
+        make: Callable[..., Any] = init
         if self.partitioning is not None and name in self.partitioning:
-            init = self.with_partitioning(init, self.partitioning[name])
+            make = self.with_partitioning(init, self.partitioning[name])
         if name == "correction_bias":
             # It starts at 0: the key is a formality.
-            return self.variable(ROUTER_STATE, name, lambda: init(jax.random.key(0))).value
-        return self.param(name, init)
+            return self.variable(ROUTER_STATE, name, lambda: make(jax.random.key(0))).value
+        return self.param(name, make)
 
 
 def to_variables(params: Params) -> dict[str, dict[str, jax.Array]]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moe_pallas import layers
 from moe_pallas.layers import Initializer, MoEAux
+from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
 
 try:
@@ -52,7 +53,8 @@ class MoE(nnx.Module):
       partitioning: Parameter name → name of the mesh axis (or logical axis) of each dimension, for example
         ``{"w13": ("expert", None, None), "w2": ("expert", None, None)}``. Becomes the ``out_sharding`` of
         the variable, by which Flax places it in the mesh at once (see ``nnx.use_eager_sharding``) and which
-        ``nnx.get_partition_spec`` reports. None, or a name that is not in it: no metadata.
+        ``nnx.get_partition_spec`` reports. A name that is not in it: no metadata. None: that of ``sharding``.
+      sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
       rngs: Each parameter takes one key of ``rngs.params``.
 
     Raises:
@@ -91,13 +93,19 @@ class MoE(nnx.Module):
         backend: str = "auto",
         kernel_init: Initializer = layers.MoE.kernel_init,
         partitioning: Partitioning | None = None,
+        sharding: Sharding | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.backend = backend
+        self.sharding = sharding
 
+        metadata: dict[str, Any] = {}
+        if partitioning is None and sharding is not None:
+            partitioning = {name: tuple(axes) for name, axes in sharding.param_specs(spec).items()}
+            metadata = {"mesh": sharding.mesh}
         partitioning = {} if partitioning is None else partitioning
         if unknown := sorted(partitioning.keys() - spec.param_shapes.keys()):
             raise ValueError(
@@ -108,8 +116,8 @@ class MoE(nnx.Module):
         maker = layers.MoE(spec, param_dtype=param_dtype, kernel_init=_plain(kernel_init))
         for name in spec.param_shapes:
             variable = CorrectionBias if name == "correction_bias" else nnx.Param
-            metadata: dict[str, Any] = {"out_sharding": partitioning[name]} if name in partitioning else {}
-            setattr(self, name, variable(maker.init_param(name, rngs.params()), **metadata))
+            placed = {"out_sharding": partitioning[name]} | metadata if name in partitioning else {}
+            setattr(self, name, variable(maker.init_param(name, rngs.params()), **placed))
         for name in _OPTIONAL:
             if name not in spec.param_shapes:
                 setattr(self, name, nnx.data(None))
@@ -117,7 +125,13 @@ class MoE(nnx.Module):
     @property
     def layer(self) -> layers.MoE:
         """The same layer without its parameters, for example for ``layer.select_backend``."""
-        return layers.MoE(self.spec, dtype=self.dtype, param_dtype=self.param_dtype, backend=self.backend)
+        return layers.MoE(
+            self.spec,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            backend=self.backend,
+            sharding=self.sharding,
+        )
 
     @overload
     def __call__(

@@ -261,7 +261,7 @@ class Sharding:
         padded = -(-tokens // shards) * shards
         fits = shards == 1 or (len(lead) > 0 and lead[0] % shards == 0)
         if not fits:
-            x, mask = self._place(jnp.asarray(x), P()), None if mask is None else self._place(mask, P())
+            x, mask = self.place(jnp.asarray(x), P()), None if mask is None else self.place(mask, P())
             mask = jnp.ones(lead, bool) if mask is None else mask
             x = jnp.pad(x.reshape(tokens, -1), ((0, padded - tokens), (0, 0)))
             mask = jnp.pad(mask.reshape(tokens), (0, padded - tokens))
@@ -273,9 +273,9 @@ class Sharding:
             )
         token_spec = P(self.token_axes or None) if x.ndim > 1 else P()
         specs = {name: self._without_single(p) for name, p in self.param_specs(spec).items()}
-        params = {name: self._place(params[name], specs[name]) for name in specs}
-        x = self._place(jnp.asarray(x), token_spec)
-        mask = None if mask is None else self._place(jnp.asarray(mask), token_spec)
+        params = {name: self.place(params[name], specs[name]) for name in specs}
+        x = self.place(jnp.asarray(x), token_spec)
+        mask = None if mask is None else self.place(jnp.asarray(mask), token_spec)
         is_tokens = jax.tree.map(lambda out: out is None, out_specs, is_leaf=lambda out: out is None)
         outs = jax.shard_map(
             shard,
@@ -285,7 +285,7 @@ class Sharding:
         )(params, x, mask)
         if fits:
             return outs
-        unpad = lambda out: self._place(out, P())[:tokens].reshape(*lead, *out.shape[1:])  # noqa: E731
+        unpad = lambda out: self.place(out, P())[:tokens].reshape(*lead, *out.shape[1:])  # noqa: E731
         return jax.tree.map(lambda is_token, out: unpad(out) if is_token else out, is_tokens, outs)
 
     def _without_single(self, spec: P) -> P:
@@ -295,8 +295,8 @@ class Sharding:
             parts.pop()  # a prefix fits the scales of quantised weights too
         return P(*parts)
 
-    def _place(self, tree: Any, spec: P) -> Any:
-        """Axes of type Explicit want to be asked; the others follow ``in_specs``."""
+    def place(self, tree: Any, spec: P) -> Any:
+        """Split arrays over the axes of type Explicit, which JAX does only when told to."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if AxisType.Explicit not in types.values():
             return tree
