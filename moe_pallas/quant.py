@@ -33,7 +33,9 @@ Rules, the same in NumPy (`moe_pallas.reference_fp8`), on every backend, for wei
 
 A layer with quantised experts: the rows that enter w13 (x, or weight · x where weights go on the input) are
 quantised by the scheme, multiplied with float32 accumulation, scaled; bias and activation are float32; h is
-quantised by the scheme from float32 and multiplied likewise; bias and sum over experts are float32.
+quantised by the scheme from float32 and multiplied likewise; bias and sum over experts are float32. "All real
+rows" are those that experts compute: padding and dropped slots have no part in a scale. On a mesh they are a
+device's own rows, as the experts whose largest input_scale x is quantised by are its own experts.
 """
 
 from __future__ import annotations
