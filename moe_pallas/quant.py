@@ -71,8 +71,8 @@ _SMALLEST_SCALE = np.float32(2.0**-126)  # float32's smallest normal number
 class QTensor:
     """Matrices in FP8. A pytree: leaves ``values``, ``scale`` and, if there is one, ``input_scale``.
 
-    Leading axes (experts, layers) are the same in all leaves, so that ``scan``, ``vmap`` and indexing by
-    ``jax.tree.map(lambda leaf: leaf[i], q)`` work, and one sharding spec of leading axes fits all.
+    Leading axes (experts, layers) are the same in all leaves, so that ``scan``, ``vmap`` and ``q[i]`` work,
+    and one sharding spec of leading axes fits all.
 
     Attributes:
       values: (..., N, K) float8_e4m3fn. Contraction axis last.
@@ -96,6 +96,18 @@ class QTensor:
     input_scale: jax.Array | None = None
     scheme: QuantScheme = dataclasses.field(metadata={"static": True})
     gate_up: GateUp | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> QTensor:
+        """Index leading axes, of all leaves alike: ``q[layer]``, ``q[:4]``; ``q[...]`` is all of it."""
+        if index is Ellipsis:
+            return self
+        used = index if isinstance(index, tuple) else (index,)
+        if len(used) > self.ndim - 2 or any(at is Ellipsis for at in used):
+            raise IndexError(
+                f"q[{index}] of a QTensor {self.shape}: only its {self.ndim - 2} leading axes can be indexed; "
+                "rows and columns share scales. dequantize(q) gives an array."
+            )
+        return jax.tree.map(lambda leaf: leaf[index], self)
 
     @property
     def shape(self) -> tuple[int, ...]:

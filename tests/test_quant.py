@@ -38,6 +38,7 @@ from moe_pallas import (
     select_backend,
     xla,
 )
+from moe_pallas.interop import with_gate_up
 from moe_pallas.quant import quantize_activations, round_activations
 from moe_pallas.spec import H200, QUANTS
 from moe_pallas.testing import assert_close, random_logits, random_params, random_tokens
@@ -291,8 +292,12 @@ def test_it_is_a_pytree() -> None:
     assert [leaf.shape for leaf in jax.tree.leaves(q)] == [(4, 12, 8), (4, 2, 1), (4, 2)]
     again = jax.tree.map(lambda leaf: leaf, q)
     assert again.scheme == q.scheme and again.gate_up is q.gate_up
-    one = jax.tree.map(lambda leaf: leaf[1], q)
-    np.testing.assert_array_equal(dequantize(one), dequantize(q)[1])
+    np.testing.assert_array_equal(dequantize(q[1]), dequantize(q)[1])
+    np.testing.assert_array_equal(dequantize(q[1:3]), dequantize(q)[1:3])
+    assert q[...] is q
+    for index in ((0, 1), (..., 0)):
+        with pytest.raises(IndexError, match="only its 1 leading axes"):
+            q[index]
     np.testing.assert_array_equal(jax.vmap(dequantize)(q), dequantize(q))
     np.testing.assert_array_equal(jax.jit(dequantize)(q), dequantize(q))
     assert len(jax.tree.leaves(quantize(normal(4, 8), "fp8_block"))) == 2
@@ -322,6 +327,37 @@ def test_experts_can_be_placed_on_devices() -> None:
     placed = q | {name: jax.device_put(q[name], by_expert) for name in ("w13", "w2")}
     assert placed["w13"].scale.addressable_shards[0].data.shape[0] == 2
     assert_close(apply(MoE(spec), placed, x), reference.moe(numpy_of(q), x, spec), quantised=True)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel", "fp8_block"])
+def test_another_gate_up_order_is_the_same_layer(scheme: str) -> None:
+    spec = MoESpec(num_experts=2, top_k=1, hidden_size=130, intermediate_size=150)
+    q = quantize_experts(random_params(spec), spec, scheme)
+    mixed_spec, mixed = with_gate_up(spec, q, "interleaved")
+    x = random_tokens(spec, 5)
+    np.testing.assert_allclose(
+        reference.moe(numpy_of(mixed), x, mixed_spec),
+        reference.moe(numpy_of(q), x, spec),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    direct = quantize_experts(with_gate_up(spec, random_params(spec), "interleaved")[1], mixed_spec, scheme)
+    np.testing.assert_array_equal(direct["w13"].scale, mixed["w13"].scale)
+    np.testing.assert_array_equal(bits(direct["w13"].values), bits(mixed["w13"].values))
+
+
+def test_flax_modules_take_quantised_experts() -> None:
+    flax = pytest.importorskip("flax")
+    from moe_pallas import flax_linen, flax_nnx
+
+    spec = MoESpec(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8)
+    q, x = case(spec, SCHEMES["block"], tokens=3)
+    expected = apply(MoE(spec), q, x)
+    linen = flax_linen.MoE(spec)
+    np.testing.assert_array_equal(jax.jit(linen.apply)({"params": q}, x), expected)
+    module = flax_nnx.MoE(spec, rngs=flax.nnx.Rngs(0))
+    flax.nnx.update(module, q)
+    np.testing.assert_array_equal(flax.nnx.jit(lambda m, x: m(x))(module, x), expected)
 
 
 # Gradients.

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_pallas.quant import QTensor
 from moe_pallas.spec import GateUp, MoESpec
 
 
@@ -66,7 +67,7 @@ def with_gate_up(
 
     Args:
       spec: The layer.
-      params: Its parameters, as ``spec.param_shapes``; NumPy or JAX arrays.
+      params: Its parameters, as ``spec.param_shapes``; NumPy or JAX arrays, or `QTensor`s.
       order: The order to have; ``"interleaved"`` is what a tensor axis needs (see `moe_pallas.Sharding`).
 
     Returns:
@@ -74,12 +75,19 @@ def with_gate_up(
     """
     if not spec.gated:
         return spec, dict(params)
-    axes = {"w13": -2, "b13": -1, "shared_w13": -2}
+    axes, order = {"w13": -2, "b13": -1, "shared_w13": -2}, GateUp(order)
+
+    def convert(value: Any, axis: int) -> Any:
+        if not isinstance(value, QTensor):
+            return convert_gate_up(value, spec.gate_up, order, axis)
+        # Gate and up have scales of their own, which follow each other as the rows do.
+        values, scale = (convert_gate_up(part, spec.gate_up, order) for part in (value.values, value.scale))
+        return dataclasses.replace(value, values=values, scale=scale, gate_up=order)
+
     converted = {
-        name: convert_gate_up(value, spec.gate_up, order, axes[name]) if name in axes else value
-        for name, value in params.items()
+        name: convert(value, axes[name]) if name in axes else value for name, value in params.items()
     }
-    return dataclasses.replace(spec, gate_up=GateUp(order)), converted
+    return dataclasses.replace(spec, gate_up=order), converted
 
 
 def split_gate_up[A: (np.ndarray, jax.Array)](array: A, order: GateUp | str, axis: int = -2) -> tuple[A, A]:
