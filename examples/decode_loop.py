@@ -4,7 +4,8 @@
     python examples/decode_loop.py --checkpoint ~/OLMoE-1B-7B --prompt "The moon" --prompt "Bread is"
 
 Without arguments it runs the small byte-level model in `tiny_lm` (see `train_tiny.py`). Any Mixtral,
-Qwen3-MoE or OLMoE folder from the Hugging Face hub works. ``--check`` compares every MoE layer of every step
+Qwen3-MoE or OLMoE folder from the Hugging Face hub works. ``--mesh expert=4,tensor=2`` splits the experts
+over eight devices. ``--check`` compares every MoE layer of every step
 with the NumPy reference and fails if one is off. ``--quantize fp8_block`` rounds the experts to FP8 and says
 how far that moves the logits.
 """
@@ -53,6 +54,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("backend", "auto", "The MoE layers' backend.")
     flags.DEFINE_enum("quantize", "none", QUANTS, "Round the experts to FP8, and say what that changes.")
+    flags.DEFINE_string(
+        "mesh", "", "Devices, 'expert=4,tensor=2': axes data, expert, tensor; virtual ones on a CPU."
+    )
     flags.DEFINE_bool("check", False, "Compare every MoE layer with the NumPy reference (slow).")
 
 
@@ -241,7 +245,9 @@ def generate(
         tokens[row, : len(prompt)] = prompt
     key = jax.random.key(seed)
     keep_moe = check is not None
-    cache = decoder.init_cache(config, batch, slots, params["embed"].dtype)
+    cache = jax.device_put(
+        decoder.init_cache(config, batch, slots, params["embed"].dtype), params["embed"].sharding
+    )
 
     def run(ids: np.ndarray, start: np.ndarray, real: np.ndarray, number: int) -> tuple[np.ndarray, MoERows]:
         nonlocal cache
@@ -422,6 +428,22 @@ def compare_logits(
     return LogitShift(float(shift.max()), float(shift.mean()), float(original.std(-1).mean()), changed_at)
 
 
+def make_mesh(text: str) -> jax.sharding.Mesh:
+    """``"expert=4,tensor=2"`` as a mesh; where there is only a CPU, of virtual devices.
+
+    Raises:
+      ValueError: Something else, or fewer devices.
+    """
+    axes = dict(axis.partition("=")[::2] for axis in text.split(","))
+    are_sizes = all(size.isdecimal() and int(size) for size in axes.values())
+    if not (are_sizes and set(axes) <= {"data", "expert", "tensor"}):
+        raise ValueError(f"--mesh is a list like 'expert=4,tensor=2' of data, expert, tensor; got {text!r}.")
+    sizes = tuple(map(int, axes.values()))
+    jax.config.update("jax_num_cpu_devices", math.prod(sizes))  # before JAX makes its first device
+    axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=axis_types)
+
+
 def show_progress(done: int, total: int, seconds: float) -> None:
     """Redraws a bar on stderr if that is a terminal."""
     if sys.stderr.isatty():
@@ -446,6 +468,8 @@ def summary(config: decoder.DecoderConfig, params: decoder.Params, generation: G
         f"model:    {config.family}, {config.num_layers} layers, {spec.num_experts} experts, "
         f"top-{spec.top_k}, {size:,} parameters in {stored}, on {jax.devices()[0].device_kind}",
     ]
+    if (sharding := config.moe.sharding) is not None:
+        lines.append(f"mesh:     {', '.join(f'{axis} {size}' for axis, size in sharding.mesh.shape.items())}")
     for name, tokens in (("prefill", batch * width), ("decode", batch)):
         chosen = config.moe.select_backend(tokens, dtype, quant)
         lines.append(f"{name + ':':9} {tokens} tokens per step on {chosen.backend} ({chosen.reason})")
@@ -465,6 +489,10 @@ def main(argv: list[str]) -> int | str:
     logging.set_verbosity(logging.WARNING)  # else absl prints what jax looks for and does not find
     if len(argv) > 1:
         return f"error: unexpected arguments {argv[1:]}; a prompt is given as --prompt '...'."
+    try:
+        mesh = make_mesh(FLAGS.mesh) if FLAGS.mesh else None
+    except ValueError as error:
+        return f"error: {error}"
     folder = pathlib.Path(FLAGS.checkpoint).expanduser()
     dtype = FLAGS.dtype
     if dtype == "auto":
@@ -478,6 +506,8 @@ def main(argv: list[str]) -> int | str:
             if (stored := decoder.quant_of(params)) != "none":
                 raise ValueError(f"The checkpoint's experts are in {stored} already; leave --quantize out.")
             plain, params = params, decoder.quantize(config, params, FLAGS.quantize)
+        if mesh is not None:
+            config, params = decoder.shard(config, params, mesh)
         config.moe.select_backend(len(prompts), params["embed"].dtype, decoder.quant_of(params))
     except (UnsupportedError, OSError, ImportError, ValueError) as error:
         return f"error: {error}"

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from moe_pallas import MoE, QTensor, UnsupportedError, quantize_experts
+from moe_pallas import MoE, QTensor, Sharding, UnsupportedError, quantize_experts
 from moe_pallas.interop import (
     SafetensorsFolder,
     from_huggingface,
     quantization_config,
     read_dequantised,
     to_huggingface,
+    with_gate_up,
 )
 
 Params = dict[str, Any]
@@ -467,6 +468,33 @@ def quantize(config: DecoderConfig, params: Params, scheme: str) -> Params:
         for layer in params["layers"]
     ]
     return {**params, "layers": layers}
+
+
+def shard(config: DecoderConfig, params: Params, mesh: jax.sharding.Mesh) -> tuple[DecoderConfig, Params]:
+    """Lays a model on a mesh: tokens over "data", experts over "expert", their width over "tensor".
+
+    All but the experts is on every device.
+
+    Raises:
+      ValueError: The mesh has none of these axes, or the experts can't be split so.
+      UnsupportedError: See `moe_pallas.Sharding`.
+    """
+    sharding = Sharding(mesh)
+    spec, layers = config.moe.spec, params["layers"]
+    if sharding.size(sharding.tensor) > 1:
+        converted = [with_gate_up(config.moe.spec, layer["moe"], "interleaved") for layer in layers]
+        spec = converted[0][0]
+        layers = [{**layer, "moe": moe} for layer, (_, moe) in zip(layers, converted, strict=True)]
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, spec=spec, sharding=sharding))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    experts = sharding.param_shardings(spec)
+
+    def place(layer: Params) -> Params:
+        rest = {name: value for name, value in layer.items() if name != "moe"}
+        return {**jax.device_put(rest, everywhere), "moe": jax.device_put(layer["moe"], experts)}
+
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    return config, {**jax.device_put(rest, everywhere), "layers": [place(layer) for layer in layers]}
 
 
 def quant_of(params: Params) -> str:
