@@ -104,8 +104,8 @@ class QTensor:
         used = index if isinstance(index, tuple) else (index,)
         if len(used) > self.ndim - 2 or any(at is Ellipsis for at in used):
             raise IndexError(
-                f"q[{index}] of a QTensor {self.shape}: only its {self.ndim - 2} leading axes can be indexed; "
-                "rows and columns share scales. dequantize(q) gives an array."
+                f"q[{index}] of a QTensor {self.shape}: only its {self.ndim - 2} leading axes can be "
+                "indexed, as rows and columns share scales. dequantize(q) gives an array."
             )
         return jax.tree.map(lambda leaf: leaf[index], self)
 
