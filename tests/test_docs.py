@@ -27,7 +27,7 @@ def test_readme_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_readme_names_files_that_exist() -> None:
-    for path in re.findall(r"`((?:moe_pallas|examples|benchmarks)/[\w./]*)`", README):
+    for path in re.findall(r"`((?:moe_pallas|examples|benchmarks|docs)/[\w./]*)`", README):
         assert (Path(__file__).parents[1] / path).exists(), path
 
 

@@ -20,6 +20,8 @@ from moe_pallas.spec import MoESpec
 
 STRATEGIES = ("gather", "all_to_all")
 
+# Measured on one H200 (BUILD_NOTES "Measured facts"): read and matrix roofs; a layer's launch and latencies.
+_READ_TB_PER_S, _TFLOPS, _LAYER_US = 4.4, 800.0, 8.0
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -157,6 +159,23 @@ def moved_bytes(steps: tuple[Collective, ...]) -> float:
 def time_us(steps: tuple[Collective, ...], network: Network = H200_CLUSTER) -> float:
     """Time of collectives, one after the other."""
     return sum(network.time_us(step) for step in steps)
+
+
+def experts_us(spec: MoESpec, num_tokens: int, layout: Layout) -> float:
+    """Time that one GPU's experts take in bfloat16 if all shards have as many rows: weights read or products.
+
+    The shared expert, if there is one, is read by every shard of the experts.
+    """
+    branches = 3 if spec.gated else 2
+    matrix = branches * spec.hidden_size * spec.intermediate_size / layout.tensor
+    shared = branches * spec.hidden_size * spec.shared_intermediate_size / layout.tensor
+    all_tokens = num_tokens * (layout.expert if layout.tokens_over_experts else 1)
+    missed = (1 - spec.top_k / spec.num_experts) ** all_tokens
+    active = spec.num_experts / layout.expert * (1 - missed)
+    rows = all_tokens * spec.top_k / layout.expert
+    read_us = 2 * (active * matrix + shared) / (_READ_TB_PER_S * 1e6)
+    product_us = 2 * (rows * matrix + num_tokens * shared) / (_TFLOPS * 1e6)
+    return _LAYER_US + max(read_us, product_us)
 
 
 @dataclasses.dataclass(frozen=True)
