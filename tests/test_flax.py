@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import moe_pallas
-from moe_pallas import MoESpec, Scoring, UnsupportedError, flax_linen, flax_nnx
+from moe_pallas import MoESpec, Scoring, UnsupportedError, flax_linen, flax_nnx, reference, testing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -558,3 +558,33 @@ def test_without_flax_the_import_error_says_what_to_install() -> None:
     assert len(lines) == 2
     for name, line in zip(("flax_nnx", "flax_linen"), lines, strict=True):
         assert line.startswith(f"ImportError moe_pallas.{name} needs Flax: pip install 'moe_pallas[flax]'")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_sharding_brings_its_partitioning(axis_type: AxisType) -> None:
+    """The same numbers, and metadata by which Flax places parameters, in both Flax forms."""
+    spec = MoESpec(
+        num_experts=4,
+        top_k=2,
+        hidden_size=8,
+        intermediate_size=12,
+        gate_up="interleaved",
+        correction_bias=True,
+    )
+    mesh = jax.make_mesh((2, 2), ("expert", "tensor"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    sharding, params, x = moe_pallas.Sharding(mesh), random_params(spec), tokens(spec)
+    with jax.set_mesh(mesh):
+        layer = flax_nnx.MoE(spec, sharding=sharding, rngs=nnx.Rngs(0))
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer)))
+        assert specs == sharding.param_specs(spec)
+        nnx.update(layer, jax.device_put(params, sharding.param_shardings(spec)))
+        testing.assert_close(call_nnx(layer, x), reference.moe(params, x, spec))
+
+        linen = flax_linen.MoE(spec, sharding=sharding)
+        variables = jax.jit(linen.init)(jax.random.key(0), x)
+        boxed = nn.get_partition_spec(variables)
+        assert boxed["params"] | boxed["router_state"] == sharding.param_specs(spec)
+        plain = nn.meta.unbox(variables)
+        assert plain["params"]["w13"].sharding.shard_shape(spec.param_shapes["w13"])[:2] == (2, 12)
+        values = jax.device_get(plain["params"] | plain["router_state"])
+        testing.assert_close(jax.jit(linen.apply)(variables, x), reference.moe(values, x, spec))
