@@ -125,8 +125,8 @@ def collectives_of(program: Any) -> dict[str, int]:
 # Values and gradients
 
 
-# Where experts are not split the three ways are one; where tokens are replicated a data axis adds nothing that
-# it does not add to the other two.
+# Where experts are not split the three ways are one; where tokens are replicated a data axis adds nothing
+# that it does not add to the other two.
 CASES = [
     (shape, way)
     for shape in SHAPES
