@@ -244,14 +244,14 @@ def grouped_gemm_case(name: str, spec: MoESpec, num_tokens: int) -> aot.Case:
 
 
 def grouped_gemm_layer_case(model: str, num_tokens: int) -> aot.Case:
-    """From logits, as it is chosen: routing and plan are XLA's."""
+    """From logits: routing and plan are XLA's."""
     spec = MODELS[model]
     experts = grouped_gemm_case(model, spec, num_tokens)
     case = layer_case("", spec, num_tokens, max_launches=30)
     return replace(
         experts,
         name=f"grouped_gemm-layer-{model}-{num_tokens}",
-        function=functools.partial(on_h200, case.function),
+        function=functools.partial(on_h200, functools.partial(case.function, backend="grouped_gemm")),
         args=case.args,
         max_launches=case.max_launches,
         max_temp_bytes=experts.max_temp_bytes + 16 * num_tokens * spec.num_experts,
@@ -306,15 +306,14 @@ CASES = [
     ),
     layer_case("xla-qwen3_30b-1", QWEN3_30B, 1, max_launches=40, max_temp_bytes=60_000_000),
     layer_case("xla-qwen3_30b-64", QWEN3_30B, 64, max_launches=80, max_temp_bytes=300_000_000),
-    *(swap_ab_case(model, num_tokens) for model in MODELS for num_tokens in (1, 8, 64)),
+    *(swap_ab_case(model, num_tokens) for model in MODELS for num_tokens in (1, 64)),
+    swap_ab_case("qwen3-30b-a3b", 8),
+    swap_ab_case("qwen3-next-80b", 8),
     swap_ab_case("qwen3-30b-a3b", 256),
     swap_ab_layer_case(1),
     swap_ab_layer_case(64),
-    *(
-        grouped_gemm_case(name, spec, num_tokens)
-        for name, spec in MODELS.items()
-        for num_tokens in (512, 8192)
-    ),
+    *(grouped_gemm_case(name, spec, 8192) for name, spec in MODELS.items()),
+    grouped_gemm_case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], 512),
     *(
         grouped_gemm_case(
             "-".join(map(str, options.values())), replace(QWEN3_30B, expert_bias=True, **options), 300
