@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig
+from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig, can_split
 from moe_pallas.spec import MoESpec, Problem
 
 # BUILD_NOTES "Measured facts": 4.4 TB/s over 132 SMs, and what a step or an item costs besides.
@@ -61,12 +61,8 @@ def _candidates(spec: MoESpec, block_m: int) -> Iterator[SwapABConfig]:
         up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
         if -(-down_steps // down_splits) > _MOST_DOWN_STEPS and down_splits < 16:
             continue
-        if _splits_evenly(up_steps, up_splits) and _splits_evenly(down_steps, down_splits):
+        if can_split(up_steps, up_splits) and can_split(down_steps, down_splits):
             yield config
-
-
-def _splits_evenly(steps: int, splits: int) -> bool:
-    return splits <= steps and -(-steps // -(-steps // splits)) == splits
 
 
 def _most_stages(config: SwapABConfig, problem: Problem) -> int:

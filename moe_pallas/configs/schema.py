@@ -16,6 +16,11 @@ _BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
 SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
 
 
+def can_split(steps: int, splits: int) -> bool:
+    """Whether ``splits`` parts of ceil(steps / splits) steps each leave none of them empty."""
+    return 1 <= splits <= steps and -(-steps // -(-steps // splits)) == splits
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwapABConfig:
     """How the Swap-AB kernel cuts a problem up. The contraction goes 128 columns at a time.
@@ -68,8 +73,7 @@ class SwapABConfig:
             ("up_splits", self.up_splits, self.up_steps(spec)),
             ("down_splits", self.down_splits, self.down_steps(spec)),
         ):
-            # Every split has a step: ceil(steps / splits) steps each must not leave the last one empty.
-            if not 1 <= splits <= steps or -(-steps // -(-steps // splits)) != splits:
+            if not can_split(steps, splits):
                 return f"{name} cuts {steps} steps of 128 columns into parts, none empty; got {splits}."
         if (need := self.smem_bytes(problem)) > SMEM_BYTES:
             return f"needs {need} bytes of shared memory, of which a CTA has {SMEM_BYTES}: use fewer stages."

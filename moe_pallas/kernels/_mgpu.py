@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
 HEADER_FLAGS = 16  # words before the first flag: the ticket counter, and a sector of its own for it
 _TICKETS_PER_LAUNCH = 256
 _NO_LAUNCH = -1
