@@ -345,8 +345,7 @@ def test_narrow_logits_are_widened(run: Any, num_experts: int, num_tokens: int, 
 @pytest.mark.parametrize("given", ["count", "flags"])
 def test_tokens_that_are_not_real_go_nowhere(run: Any, given: str, num_tokens: int) -> None:
     spec = make_spec(128, 8)
-    for share in (0.0, 0.6, 1.0):
-        count = round(share * num_tokens)
+    for count in (-3, 0, round(0.6 * num_tokens), num_tokens, num_tokens + 9):
         real = np.arange(num_tokens) < count
         if given == "flags":
             real = np.random.default_rng(1).permutation(real)

@@ -189,7 +189,10 @@ class Router:
     def _is_real(self, token: Int) -> Bool:
         if self._real is None:
             return Bool.of(True)
-        return token < self._real.load(0) if self._real.size == 1 else self._real.load(token) > 0
+        if self._real.size > 1:
+            return self._real.load(token) > 0
+        count = self._real.load(0)
+        return token < (count & (count.sign_bits() ^ -1))  # below 0: none
 
     def _row(self, token: Int, exists: Bool, logits: list[Float]) -> list[Int]:
         """Make a token's logits ready: of each stripe the sorted keys, and a word with their places."""
