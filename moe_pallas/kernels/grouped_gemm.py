@@ -10,24 +10,22 @@ contraction. The grid has a CTA for each SM; CTA c takes items c, c + num_ctas, 
 band of blocks and the weights they share in the L2 cache. Inside a CTA three warpgroups work on their own:
 
     producer    | weights by TMA, rows of x by cp.async (first) or of h by TMA (second) ................. |
-    consumer 0  | wait | WGMMA 128 x 128 ............ | epilogue | WGMMA ............. | epilogue | ...
-    consumer 1  | wait | WGMMA 128 x 128 ............ | epilogue | WGMMA ............. | epilogue | ...
+    consumer 0  | wait | WGMMA 64 x 256 ............. | epilogue | WGMMA ............. | epilogue | ...
+    consumer 1  | wait | WGMMA 64 x 256 ............. | epilogue | WGMMA ............. | epilogue | ...
 
-A consumer multiplies the block with its 128 of the 256 weight rows, two runs of 64: gate and up of the same
-64 features, which so meet in one thread, or two runs of the only branch there is. Blocks of up to 64 rows
-are multiplied without the other half. Results leave through shared memory, by TMA.
+A consumer multiplies its 64 rows of the block, if the block has them, with all 256 weight rows: gate and up
+of the same 128 features, which so meet in one thread, or the only branch there is. Results leave through
+shared memory, by TMA.
 
 `num_stages` tiles of 128 rows and of 256 weight rows, 64 columns each, are on their way in one ring that
 runs on across items. Barriers in shared memory:
 
     name    arrivals   who arrives                                               who waits
-    full    5 (3)      TMA, each run of weight rows (or both of a consumer);      both consumers
-                       the tile of rows: the producer, some steps late, or TMA
+    full    3 (2)      TMA, gate and up (or the only branch); the tile of         both consumers
+                       rows: the producer, a step late, or TMA
     empty   2          each consumer, one step late                              producer
 
-The producer waits for the gather of step s after it has begun that of step s + lag; the stage for that is
-free when the consumers have begun step s + lag - num_stages + 1, which must be before s. So lag is at most
-num_stages - 2.
+The producer waits for the gather of a step after it has begun that of the next.
 
 Shared memory of a CTA: num_stages * (128 + 256) * 64 * 2 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
 
@@ -37,8 +35,8 @@ bitwise repeatable, and do not depend on the other tokens: every row is computed
 the same order wherever it stands in a block.
 
 Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
-multiples of 64, from 128 on. A consumer whose weight rows all lie past the end of a matrix lets its turn
-pass; with one of two runs there, it multiplies both and stores one.
+multiples of 64, from 128 on. The last tile of weight rows is moved back to end with the matrix; what the
+tile before has computed too is not stored again.
 
 `multiply_groups` is a launch by itself: rows as they stand, gathered in order and stored one by one.
 """
@@ -64,12 +62,13 @@ from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
 _PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
-_RUN = 64  # weight rows, and columns of a result, that are loaded and stored together
+_RUN = 64  # rows and columns of a result that are stored together
 _DEFAULT = GroupedGemmConfig()
 _BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
+_LAG = 1  # gathers on their way while the next one begins; with 2 it took a fifth longer
 
 
 class _Operands(NamedTuple):
@@ -129,9 +128,9 @@ class _Launch:
         self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
         self.gathers = operands.block_first is not None
         self.is_compact = operands.grouped_rows is not None  # no rows between blocks
-        self.runs = out.shape[1] // _RUN  # of columns of the result
-        self.runs_per_consumer = 2 if gate_up is None else 1
-        self.tiles = -(-self.runs // (2 * self.runs_per_consumer))
+        self.columns = out.shape[1]
+        self.width = _width(self.columns, gate_up)
+        self.tiles = -(-self.columns // self.width)
         self.steps = operands.rows.shape[1] // _BLOCK_K
         self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
@@ -146,48 +145,38 @@ class _Launch:
         row = row if self.is_compact else pl.multiple_of(row, 8)
         return _Item(block, tile, operands.block_expert[block], row, operands.block_size[block])
 
-    def run(self, tile: jax.Array, consumer: Any, half: int) -> jax.Array:
-        """Which run of result columns a consumer's half makes; `runs` or more: none."""
-        first = (2 * tile + consumer) * self.runs_per_consumer
-        return first if self.gate_up is not None else first + half
+    def first_column(self, tile: jax.Array) -> jax.Array:
+        """First column of the result that a tile makes; the last tile ends with the matrix."""
+        return pl.multiple_of(jnp.minimum(tile * self.width, self.columns - self.width), _RUN)
 
-    def run_columns(self, run: jax.Array) -> Any:
-        """Columns of a run; past the end, of the last one."""
-        return pl.ds(pl.multiple_of(jnp.minimum(run, self.runs - 1) * _RUN, _RUN), _RUN)
-
-    def weight_rows(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
-        """Where the weight rows of a run stand."""
-        rows = self.run_columns(run)
+    def weight_tiles(self, item: _Item, contracted: Any) -> list[tuple[Any, ...]]:
+        """Where the weights of an item stand: gate and up, or the only branch."""
+        rows = pl.ds(self.first_column(item.tile), self.width)
         if self.gate_up is None:
-            return (expert, rows)
-        return (expert, half, rows) if self.gate_up is GateUp.STACKED else (expert, rows, half)
-
-    def biases(self, expert: jax.Array, run: jax.Array, half: int) -> tuple[Any, ...]:
-        """Where the biases of a run stand."""
-        columns = self.run_columns(run)
-        return (expert, columns) if self.gate_up is None else (expert, half, columns)
+            at = (rows, contracted) if self.contract_last else (contracted, rows)
+            return [(item.expert, *at)]
+        halves = [(half, rows) if self.gate_up is GateUp.STACKED else (rows, half) for half in range(2)]
+        return [(item.expert, *half, contracted) for half in halves]
 
     def stage(self, step: jax.Array) -> jax.Array:
         """Place in the ring."""
         return lax.rem(step, jnp.int32(self.config.num_stages))
 
 
+def _width(columns: int, gate_up: GateUp | None) -> int:
+    """Columns of the result that a tile makes."""
+    return min(GroupedGemmConfig.BLOCK_N // (1 if gate_up is None else 2), columns)
+
+
 def _produce(launch: _Launch) -> None:
     operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
-    gathers = launch.gathers
-    lag = min(2, stages - 2) if gathers else 0  # gathers on their way; a consumer frees a stage one step late
+    gathers, width = launch.gathers, launch.width
 
     def load_weights(item: _Item, columns: Any, stage: jax.Array) -> None:
-        for consumer in range(2):
-            for half in range(2 if launch.contract_last else 1):
-                run = launch.run(item.tile, consumer, half)
-                if launch.contract_last:
-                    source = (*launch.weight_rows(item.expert, run, half), columns)
-                    target = scratch.weights.at[stage, pl.ds((2 * consumer + half) * _RUN, _RUN)]
-                else:
-                    source = (item.expert, columns, pl.ds(launch.run_columns(run).start, 2 * _RUN))
-                    target = scratch.weights.at[stage, consumer]
-                plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
+        for i, source in enumerate(launch.weight_tiles(item, columns)):
+            tile = scratch.weights.at[stage]
+            target = tile.at[pl.ds(i * width, width)] if launch.contract_last else tile
+            plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
 
     def produce(i: jax.Array, _: None) -> None:
         item = launch.item(i)
@@ -214,10 +203,10 @@ def _produce(launch: _Launch) -> None:
             if gathers:
                 copy_rows(k, stage)
 
-                @pl.when(step >= lag)
+                @pl.when(step >= _LAG)
                 def _landed() -> None:
-                    _mgpu.await_gather(lag, interpret=launch.interpret)
-                    plgpu.barrier_arrive(scratch.full.at[launch.stage(step - lag)])
+                    _mgpu.await_gather(_LAG, interpret=launch.interpret)
+                    plgpu.barrier_arrive(scratch.full.at[launch.stage(step - _LAG)])
 
                 return
 
@@ -228,7 +217,8 @@ def _produce(launch: _Launch) -> None:
                     scratch.full.at[stage],
                 )
 
-            _by_height(item.size, copy_block)
+            pl.when(item.size <= _RUN)(functools.partial(copy_block, _RUN))
+            pl.when(item.size > _RUN)(functools.partial(copy_block, _BLOCK_M))
 
         lax.fori_loop(0, launch.steps, copy, None)
 
@@ -236,7 +226,7 @@ def _produce(launch: _Launch) -> None:
     total = launch.items * launch.steps
     if gathers:
         _mgpu.await_gather(0, interpret=launch.interpret)
-        late = jnp.minimum(total, lag)
+        late = jnp.minimum(total, _LAG)
 
         @pl.loop(0, late)
         def _(i: jax.Array) -> None:
@@ -250,27 +240,18 @@ def _produce(launch: _Launch) -> None:
         plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
 
 
-def _by_height(size: jax.Array, run: Callable[[int], None]) -> None:
-    """``run(height)`` for the least of 64 and 128 rows that hold a block."""
-    for height, fits in ((_BLOCK_M // 2, size <= _BLOCK_M // 2), (_BLOCK_M, size > _BLOCK_M // 2)):
-        pl.when(fits)(functools.partial(run, height))
-
-
-def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array, height: int) -> jax.Array:
-    """A block times the 128 weight rows of a consumer: (height, 128) float32."""
+def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> jax.Array:
+    """A consumer's rows of a block times the weights of a tile: (64, weight rows) float32."""
     scratch = launch.scratch
-    mine = pl.ds(pl.multiple_of(consumer * 2 * _RUN, 2 * _RUN), 2 * _RUN)
-
-    def weights(stage: jax.Array) -> Any:
-        if launch.contract_last:
-            return scratch.weights.at[stage, mine].transpose((1, 0))
-        return scratch.weights.at[stage, consumer]
+    mine = pl.ds(pl.multiple_of(consumer * _RUN, _RUN), _RUN)
 
     def accumulate(accumulator: Any) -> jax.Array:
         def multiply(k: jax.Array, _: None) -> None:
             stage = launch.stage(first_step + k)
             plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
-            plgpu.wgmma(accumulator, scratch.rows.at[stage, pl.ds(0, height)], weights(stage))
+            weights = scratch.weights.at[stage]
+            weights = weights.transpose((1, 0)) if launch.contract_last else weights
+            plgpu.wgmma(accumulator, scratch.rows.at[stage, mine], weights)
             plgpu.wgmma_wait(1)  # that of the stage before is done
 
             @pl.when(k > 0)
@@ -283,7 +264,8 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array, heigh
         plgpu.barrier_arrive(scratch.empty.at[launch.stage(first_step + launch.steps - 1)])
         return value
 
-    return pl.run_scoped(accumulate, plgpu.ACC((height, 2 * _RUN), jnp.float32))
+    branches = 1 if launch.gate_up is None else 2
+    return pl.run_scoped(accumulate, plgpu.ACC((_RUN, branches * launch.width), jnp.float32))
 
 
 def _consume(launch: _Launch, consumer: jax.Array) -> None:
@@ -291,29 +273,26 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
     def consume(i: jax.Array, _: None) -> None:
         item = launch.item(i)
+        rows_left = item.size - consumer * _RUN
 
-        def run(height: int) -> None:
-            product = _multiply(launch, consumer, i * launch.steps, height)
-            count = 0  # of results of this item
-            for half in range(launch.runs_per_consumer):
-                column_run = launch.run(item.tile, consumer, half)
-                for part in range(height // _RUN):
-                    rows = product[part * _RUN : (part + 1) * _RUN]
-                    halves = [rows[:, :_RUN], rows[:, _RUN:]]
-                    value = finish(item, halves if gated else [halves[half]], part, column_run)
-                    # A run past the end comes last: `count` holds for all that are stored.
-                    pl.when(column_run < launch.runs)(
-                        functools.partial(store, item, value, part, column_run, count)
-                    )
-                    count += 1
-
-        has_columns = launch.run(item.tile, consumer, 0) < launch.runs
-
-        @pl.when(has_columns)
+        @pl.when(rows_left > 0)
         def _multiply_and_store() -> None:
-            _by_height(item.size, run)
+            product = _multiply(launch, consumer, i * launch.steps)
+            runs = range(0, launch.width, _RUN)
+            for pair in (runs[j : j + 2] for j in range(0, len(runs), 2)):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was here before has left
+                for tile, first in enumerate(pair):
+                    branches = range(first, product.shape[1], launch.width)
+                    values = [product[:, at : at + _RUN] for at in branches]
+                    scratch.results.at[consumer, tile][...] = finish(item, values, first)
+                plgpu.commit_smem()  # TMA sees it
+                for tile, first in enumerate(pair):
+                    # Columns of a tile that was moved back are stored by the tile before.
+                    pl.when(launch.first_column(item.tile) + first >= item.tile * launch.width)(
+                        functools.partial(store, item, tile, first, rows_left)
+                    )
 
-        @pl.when(jnp.logical_not(has_columns))
+        @pl.when(rows_left <= 0)
         def _pass() -> None:
             @pl.loop(0, launch.steps)
             def _free(k: jax.Array) -> None:
@@ -321,44 +300,39 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
                 plgpu.barrier_wait(scratch.full.at[stage])  # not before the other consumer's turn
                 plgpu.barrier_arrive(scratch.empty.at[stage])
 
-    def finish(item: _Item, halves: list[jax.Array], part: int, run: jax.Array) -> jax.Array:
-        """A result (64, 64) from gate and up, or from the only branch."""
+    def finish(item: _Item, branches: list[jax.Array], first: int) -> jax.Array:
+        """A result (64, 64), columns of the tile from ``first`` on: from gate and up, or the only branch."""
         if operands.weight_of_row is not None:
             weights = plgpu.load(
-                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + part * _RUN, 8), _RUN)],
+                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + consumer * _RUN, 8), _RUN)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
-            halves = [value * lax.broadcast_in_dim(weights, value.shape, (0,)) for value in halves]
+            branches = [value * lax.broadcast_in_dim(weights, value.shape, (0,)) for value in branches]
         if operands.bias is not None:
-            for branch, value in enumerate(halves):
+            columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, _RUN), _RUN)
+            for i, value in enumerate(branches):
                 bias = plgpu.load(
-                    operands.bias.at[launch.biases(item.expert, run, branch)],
+                    operands.bias.at[(item.expert, i, columns) if gated else (item.expert, columns)],
                     layout=plgpu.Layout.WGMMA.reduce(0),
                     optimized=False,
                 ).astype(jnp.float32)
-                halves[branch] = value + lax.broadcast_in_dim(bias, value.shape, (1,))
+                branches[i] = value + lax.broadcast_in_dim(bias, value.shape, (1,))
         if launch.activate is not None:
-            halves = [launch.activate(*halves) if gated else launch.activate(halves[0], None)]
-        return halves[0].astype(launch.out.dtype)
+            branches = [launch.activate(*branches) if gated else launch.activate(branches[0], None)]
+        return branches[0].astype(launch.out.dtype)
 
-    def store(item: _Item, value: jax.Array, part: int, run: jax.Array, count: int) -> None:
-        """Send 64 rows on their way, as many of them as there are in the block."""
-        tile = scratch.results.at[consumer, count % 2]
-        row, size = item.row + part * _RUN, item.size - part * _RUN
+    def store(item: _Item, tile: int, first: int, size: jax.Array) -> None:
+        """Send a result on its way, as many rows of it as there are in the block."""
+        row, column = item.row + consumer * _RUN, launch.first_column(item.tile) + first
         if launch.is_compact:
-            tile[...] = value
-            store_rows(count % 2, row, run, size)
+            store_rows(tile, row, column, size)
             return
-        # The tile is free again: nothing of the item before is left, and of this one all but the last.
-        plgpu.wait_smem_to_gmem(min(count, 1), wait_read_only=True)
-        tile[...] = value
-        plgpu.commit_smem()  # TMA sees it
-        columns = pl.ds(pl.multiple_of(run * _RUN, _RUN), _RUN)
+        columns = pl.ds(pl.multiple_of(column, _RUN), _RUN)
 
         def copy(start: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
-                tile.at[pl.ds(start, rows)],
+                scratch.results.at[consumer, tile, pl.ds(start, rows)],
                 launch.out.at[pl.ds(pl.multiple_of(row + start, 8), rows), columns],
             )
 
@@ -373,21 +347,22 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             def _(i: jax.Array) -> None:
                 copy(pl.multiple_of(8 * i, 8), 8)
 
-    def store_rows(tile: int, row: jax.Array, run: jax.Array, size: jax.Array) -> None:
+    def store_rows(tile: int, row: jax.Array, column: jax.Array, size: jax.Array) -> None:
         _mgpu.store_tile(
-            scratch.results, (consumer, tile), launch.out, row, run * _RUN, size, interpret=launch.interpret
+            scratch.results, (consumer, tile), launch.out, row, column, size, interpret=launch.interpret
         )
 
     def clear(first: Any, end: Any) -> None:
         """Set rows to 0, 64 by 64 of them at a time."""
-        pieces = lax.div(end - first + _RUN - 1, jnp.int32(_RUN)) * launch.runs
+        runs = jnp.int32(launch.columns // _RUN)
+        pieces = lax.div(end - first + _RUN - 1, jnp.int32(_RUN)) * runs
         me, all_ = 2 * launch.cta + consumer, 2 * launch.num_ctas
 
         @pl.loop(0, lax.div(jnp.maximum(pieces - me + all_ - 1, 0), jnp.int32(all_)))
         def _(i: jax.Array) -> None:
             piece = me + i * all_
-            row = first + lax.div(piece, jnp.int32(launch.runs)) * _RUN
-            store_rows(0, row, lax.rem(piece, jnp.int32(launch.runs)), end - row)
+            row = first + lax.div(piece, runs) * _RUN
+            store_rows(0, row, lax.rem(piece, runs) * _RUN, end - row)
 
     lax.fori_loop(0, launch.items, consume, None)
     if launch.is_compact:
@@ -427,12 +402,14 @@ def _call(
     """Launch the kernel: each block of rows times the weights of its expert."""
     dtype, stages = operands.rows.dtype, config.num_stages
     tile = _mgpu.operand_transforms(dtype)
-    weights_tile = (4 * _RUN, _BLOCK_K) if contract_last else (2, _BLOCK_K, 2 * _RUN)
+    branches = 1 if gate_up is None else 2
+    weight_rows = branches * _width(out.shape[1], gate_up)
+    weights_tile = (weight_rows, _BLOCK_K) if contract_last else (_BLOCK_K, weight_rows)
     scratch = _Scratch(
         rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
-        full=plgpu.Barrier(num_arrivals=5 if contract_last else 3, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=branches + 1, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     )
     leaves, tree = jax.tree.flatten(operands)
