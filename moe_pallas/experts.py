@@ -6,7 +6,6 @@ only real tokens and dropped ids; then the oracle is asked. A kernel's gradients
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -100,12 +99,9 @@ def fused_moe(
     selection = _select(x, w13, spec, backend)
     if math.prod(x.shape[:-1]) == 0:
         return jnp.zeros(x.shape, x.dtype)
-    if selection.backend == "swap_ab":
+    if selection.backend != "xla":
         count = None if mask is not None else num_tokens
-        return _swap_ab_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection)
-    if selection.backend == "grouped_gemm":
-        routing = _route_real(router_logits, correction_bias, real, spec)
-        return _kernel_experts(x, routing, w13, w2, b13, b2, real, spec, selection)
+        return _kernel_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection)
     return _xla_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, spec)
 
 
@@ -220,7 +216,7 @@ def _xla_experts(
     return y.astype(x.dtype).reshape(x.shape)
 
 
-def _swap_ab_moe(
+def _kernel_moe(
     x: jax.Array,
     logits: jax.Array,
     w13: jax.Array | QTensor,
@@ -233,11 +229,9 @@ def _swap_ab_moe(
     spec: MoESpec,
     selection: Selection,
 ) -> jax.Array:
-    from moe_pallas.kernels import swap_ab  # Pallas is imported when a kernel is used
-
-    config = _config(selection)
+    backend, config = _kernels(selection)
     problem = Problem(spec=spec, num_tokens=math.prod(x.shape[:-1]), dtype=x.dtype.name)
-    if not swap_ab.routes(problem, config):
+    if not backend.routes(problem, config):
         routing = _route_real(logits, correction_bias, mask, spec)
         return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
     # The kernel takes the count itself: no mask needs to be made for it.
@@ -248,7 +242,7 @@ def _swap_ab_moe(
         real = jnp.reshape(number if number.dtype == np.int32 else _int32_in(number, 0, 2**31 - 1), 1)
 
     def kernel(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
-        return swap_ab.fused_moe(
+        return backend.fused_moe(
             x, logits, w13, w2, b13, b2, spec, config=config, correction_bias=bias, real=real
         )
 
@@ -275,16 +269,12 @@ def _kernel_experts(
     spec: MoESpec,
     selection: Selection,
 ) -> jax.Array:
-    from moe_pallas.kernels import grouped_gemm, swap_ab
-
+    backend, config = _kernels(selection)
     if mask is not None:
         routing = drop_masked(routing, mask)
 
-    kernels: Any = {"swap_ab": swap_ab, "grouped_gemm": grouped_gemm}
-    run = functools.partial(kernels[selection.backend].fused_experts, spec=spec, config=_config(selection))
-
     def kernel(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
-        return run(x, routing, w13, w2, b13, b2)
+        return backend.fused_experts(x, routing, w13, w2, b13, b2, spec, config=config)
 
     def portable(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
         return xla.fused_experts(x, routing, w13, w2, b13, b2, spec).astype(x.dtype)
@@ -293,9 +283,12 @@ def _kernel_experts(
     return y.reshape(x.shape)
 
 
-def _config(selection: Selection) -> Any:
+def _kernels(selection: Selection) -> tuple[Any, Any]:
+    """Module and configuration of the selected kernels."""
+    from moe_pallas.kernels import grouped_gemm, swap_ab  # Pallas is imported when a kernel is used
+
     assert selection.config is not None, selection
-    return selection.config
+    return {"swap_ab": swap_ab, "grouped_gemm": grouped_gemm}[selection.backend], selection.config
 
 
 def _with_gradient(kernel: Callable[..., jax.Array], portable: Callable[..., jax.Array]) -> Any:

@@ -91,7 +91,7 @@ def cut_groups(group_sizes: jax.Array, group_offsets: jax.Array, block_m: int, n
 
 
 class BlockPlan(NamedTuple):
-    """Rows cut into blocks of one expert each, as the Swap-AB kernel walks over them; S = T * top_k slots.
+    """Rows cut into blocks of one expert each, as the kernels walk over them; S = T * top_k slots.
 
     A block is up to ``block_m`` rows of one expert. Rows are numbered anew, so that each block starts at a
     multiple of 8; the rows between blocks stand for nothing. Arrays are int32 unless said otherwise.
@@ -101,9 +101,10 @@ class BlockPlan(NamedTuple):
       block_expert, block_row, block_first, block_size: (B,). A block's expert, its first row, where its
         tokens start in ``token_of``, and how many they are.
       token_of: (S,). Tokens, block by block, without gaps.
-      row_of_slot, block_of_slot: (S,). Where a slot's result stands; row -1: the slot is dropped.
+      row_of_slot: (S,). Where a slot's result stands; -1: the slot is dropped.
       weight_of_slot: (S,) float32. Routing weights.
-      weight_of_row: (8 * S + block_m,) float32. The same where the rows are.
+      weight_of_row: (8 * S + block_m,) float32. The same where the rows are; may be shorter, or None, in a
+        plan that was made for a layer.
     """
 
     num_blocks: jax.Array
@@ -113,9 +114,8 @@ class BlockPlan(NamedTuple):
     block_size: jax.Array
     token_of: jax.Array
     row_of_slot: jax.Array
-    block_of_slot: jax.Array
     weight_of_slot: jax.Array
-    weight_of_row: jax.Array
+    weight_of_row: jax.Array | None
 
 
 def make_blocks(routing: Routing, num_experts: int, block_m: int) -> BlockPlan:
@@ -144,7 +144,6 @@ def make_blocks(routing: Routing, num_experts: int, block_m: int) -> BlockPlan:
         block_size=size,
         token_of=plan.slot_of_row // top_k,
         row_of_slot=row_of_slot,
-        block_of_slot=block_of_slot,
         weight_of_slot=weights,
         weight_of_row=jnp.zeros(8 * num_slots + block_m, jnp.float32).at[rows].set(weights, mode="drop"),
     )

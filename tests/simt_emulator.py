@@ -13,8 +13,10 @@ from functools import partialmethod
 from typing import Any
 
 import numpy as np
+import pytest
 
 NUM_THREADS = 384
+_cta = 0
 _active = [np.ones(NUM_THREADS, bool)]
 
 
@@ -136,6 +138,10 @@ def thread_index() -> Int:
     return Int(np.arange(NUM_THREADS))
 
 
+def cta_index() -> Int:
+    return Int.of(_cta)
+
+
 def cta_barrier() -> None:
     assert _active[-1].all()
 
@@ -228,8 +234,14 @@ class Memory:
         self.array.view(scalar.dtype)[self._index(index)[active]] = scalar.value[active]
 
     def set_bits(self, index: Any, bits: Int) -> None:
+        self._change(np.bitwise_or, index, bits)
+
+    def add(self, index: Any, value: Any) -> None:
+        self._change(np.add, index, Int.of(value))
+
+    def _change(self, how: Any, index: Any, value: Int) -> None:
         active = _active[-1]
-        np.bitwise_or.at(self.array.view(np.uint32), self._index(index)[active], bits.value[active])
+        how.at(self.array.view(np.uint32), self._index(index)[active], value.value[active])
 
 
 @contextlib.contextmanager
@@ -254,8 +266,36 @@ def for_range(
     return carried
 
 
+def in_every_thread(phase: Callable[[dict[str, Memory]], None], **refs: Any) -> None:
+    phase({name: Memory(np.asarray(x)) for name, x in refs.items() if x is not None})
+
+
+@contextlib.contextmanager
+def emulating(*modules: Any) -> Iterator[None]:
+    """Let these modules find this one where they import `_simt`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            for name in NAMES:
+                if hasattr(module, name):
+                    patch.setattr(module, name, globals()[name])
+        yield
+
+
+@contextlib.contextmanager
+def as_cta(index: int) -> Iterator[None]:
+    """Be this CTA of the grid; 0 otherwise."""
+    global _cta
+    _cta = index
+    try:
+        yield
+    finally:
+        _cta = 0
+
+
 # All that a module may have imported of _simt.
 NAMES = [
+    "in_every_thread",
+    "cta_index",
     "Bool",
     "Int",
     "Float",

@@ -277,18 +277,18 @@ def layer_inputs(num_tokens: int) -> tuple[jax.Array, ...]:
 
 
 def test_layers_are_lowered() -> None:
-    """Three launches, of the gradient's forward pass too."""
+    """Five launches, of the gradient's forward pass too."""
     args = layer_inputs(300)
     loss = functools.partial(layer_loss, "grouped_gemm")
-    assert count_launches(loss, *args) == 3
-    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), *args) == 3
-    assert count_launches(jax.checkpoint(loss), *args) == 3
-    assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 3
+    assert count_launches(loss, *args) == 5
+    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), *args) == 5
+    assert count_launches(jax.checkpoint(loss), *args) == 5
+    assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 5
     mask = jnp.arange(300) % 3 == 0
-    assert count_launches(lambda mask, *args: loss(*args, mask=mask), mask, *args) == 3
-    assert count_launches(lambda count, *args: loss(*args, num_tokens=count), jnp.int32(7), *args) == 3
+    assert count_launches(lambda mask, *args: loss(*args, mask=mask), mask, *args) == 5
+    assert count_launches(lambda count, *args: loss(*args, num_tokens=count), jnp.int32(7), *args) == 5
     own = functools.partial(fused_experts, spec=SPEC, backend="grouped_gemm")
-    assert count_launches(own, args[0], make_routing(SPEC, 300), *args[2:]) == 3
+    assert count_launches(own, args[0], make_routing(SPEC, 300), *args[2:]) == 5
 
 
 def test_what_it_refuses() -> None:

@@ -230,16 +230,7 @@ def emulate_phase(inputs: dict[str, Any], *, spec: MoESpec, num_tokens: int, blo
     found = _routing.Lists(*(garbage(x) for x in lists))
     statics: Any = {"spec": spec, "num_tokens": num_tokens, "block_m": block_m}
 
-    def inline(phase: Any, lists: Any, scratch: Any, **inputs: Any) -> None:
-        given = inputs | lists._asdict() | {"scratch": scratch}
-        phase({name: simt_emulator.Memory(np.asarray(x)) for name, x in given.items() if x is not None})
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_routing, "_inline", inline)
-        for module in (_routing, _choice):
-            for name in simt_emulator.NAMES:
-                if hasattr(module, name):
-                    patch.setattr(module, name, getattr(simt_emulator, name))
+    with simt_emulator.emulating(_routing, _choice):
         if "ids" in inputs:
             _routing.route_ids(inputs["ids"], inputs["weights"], found, garbage(scratch), **statics)
         else:

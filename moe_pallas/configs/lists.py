@@ -10,7 +10,8 @@ from typing import NamedTuple
 from moe_pallas.spec import MoESpec, Scoring, WeightOn
 
 NUM_WARPS = 12  # of the CTA, all of which take part
-_MAX_TOKENS, _MAX_EXPERTS, _MAX_TOP_K = 256, 1536, 32
+MAX_EXPERTS = 1536
+_MAX_TOKENS, _MAX_TOP_K = 256, 32
 _ALIGNMENT = 1024  # bytes, of every Pallas allocation in shared memory
 
 
@@ -75,22 +76,30 @@ def list_bytes(num_tokens: int, spec: MoESpec, block_m: int) -> int:
 
 def supports_logits(spec: MoESpec, num_tokens: int) -> str | None:
     """Say why a kernel can't route these tokens by their logits; None if it can."""
+    return supports_choice(spec) or supports_ids(spec, num_tokens)
+
+
+def supports_choice(spec: MoESpec) -> str | None:
+    """Say why a warp can't choose a token's experts by their logits; None if it can."""
     if spec.num_expert_groups > 1:
         return f"num_expert_groups={spec.num_expert_groups}: experts are chosen without groups only"
-    return supports_ids(spec, num_tokens)
+    return _too_many(num_experts=(spec.num_experts, MAX_EXPERTS), top_k=(spec.top_k, _MAX_TOP_K))
 
 
 def supports_ids(spec: MoESpec, num_tokens: int) -> str | None:
     """Say why a kernel can't make lists of given ids; None if it can."""
     if spec.weight_on is WeightOn.INPUT:
         return "weight_on='input': ids may name an expert twice, with two weights, and its row has one"
-    for name, value, most in (
-        ("num_experts", spec.num_experts, _MAX_EXPERTS),
-        ("top_k", spec.top_k, _MAX_TOP_K),
-        ("num_tokens", num_tokens, _MAX_TOKENS),
-    ):
-        if value > most:
-            return f"{name}={value} is more than {most}"
     if num_tokens < 1:
         return "num_tokens=0: there is nothing to route"
-    return None
+    return _too_many(
+        num_experts=(spec.num_experts, MAX_EXPERTS),
+        top_k=(spec.top_k, _MAX_TOP_K),
+        num_tokens=(num_tokens, _MAX_TOKENS),
+    )
+
+
+def _too_many(**limits: tuple[int, int]) -> str | None:
+    """Name the first value that is more than it may be."""
+    wrong = (f"{name}={value} is more than {most}" for name, (value, most) in limits.items() if value > most)
+    return next(wrong, None)

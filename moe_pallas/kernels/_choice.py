@@ -81,6 +81,8 @@ class Router:
       real: (1,) number of real tokens, or (T,) flags, or None.
       experts: (S,) shared words, where the chosen experts are noted.
       rows: (row_words · T,) shared words.
+      share: First token and number of tokens of the CTA, if it has only some: at least one and at most
+        ``num_tokens``, which are then numbered from the first on.
     """
 
     def __init__(
@@ -93,8 +95,11 @@ class Router:
         real: Memory | None,
         experts: Memory,
         rows: Memory,
+        share: tuple[Int, Int] | None = None,
     ):
         self._spec, self._num_tokens, self._num_warps = spec, num_tokens, num_warps
+        self._first: Int | int = 0 if share is None else share[0]
+        self._count: Int | int = num_tokens if share is None else share[1]
         self._logits, self._bias, self._real = logits, bias, real
         self._experts, self._rows = experts, rows
         self._lane, self._warp = thread_index() & 31, thread_index() >> 5
@@ -104,6 +109,7 @@ class Router:
         # Past 512 experts two tokens don't fit in the registers.
         self._together = 2 if num_tokens > num_warps and spec.num_experts <= 512 else 1
         self._num_groups = -(-num_tokens // self._together)  # group g: tokens g · together …
+        self._groups_are_full = share is None and num_tokens % self._together == 0
         self._turns = -(-self._num_groups // num_warps)  # groups of warp w: w, w + num_warps, …
 
     def first_logits(self) -> list[Float]:
@@ -147,7 +153,7 @@ class Router:
         """Load the lane's logits of the group's tokens; past the last token, that one's."""
         found = []
         for i in range(self._together):
-            token = minimum(group * self._together + i, self._num_tokens - 1)
+            token = minimum(group * self._together + i, self._count - 1) + self._first
             found += self._load_row(self._logits, token * self._spec.num_experts)
         return found
 
@@ -168,7 +174,7 @@ class Router:
         rows, exist, starts = [], [], []
         for i in range(self._together):
             token = group * self._together + i
-            exist.append(token < self._num_tokens if self._num_tokens % self._together else Bool.of(True))
+            exist.append(Bool.of(True) if self._groups_are_full else token < self._count)
             starts.append(token * top_k)
             rows.append(self._row(token, exist[i], logits[i * count : (i + 1) * count]))
         size = len(rows[0])
@@ -189,6 +195,7 @@ class Router:
     def _is_real(self, token: Int) -> Bool:
         if self._real is None:
             return Bool.of(True)
+        token = token + self._first
         if self._real.size > 1:
             return self._real.load(token) > 0
         count = self._real.load(0)
@@ -281,12 +288,12 @@ class Router:
     def _weighed(self, token: Int, j: Int, lanes_each: int) -> Choices:
         """Make the weights of choices: lane after lane the ``lanes_each`` of a token."""
         spec = self._spec
-        in_use = (token < self._num_tokens) & (j < spec.top_k)
-        token, j = minimum(token, self._num_tokens - 1), minimum(j, spec.top_k - 1)
+        in_use = (token < self._count) & (j < spec.top_k)
+        token, j = minimum(token, self._count - 1), minimum(j, spec.top_k - 1)
         is_real = self._is_real(token)
         slot = token * spec.top_k + j
         expert = minimum(self._experts.load(slot), spec.num_experts - 1)  # unused lanes may read anything
-        logit = _clean(self._logits.load(token * spec.num_experts + expert))
+        logit = _clean(self._logits.load((token + self._first) * spec.num_experts + expert))
         included = in_use & (logit > -math.inf)
         best, total = warp_take(logit, self._lane & (32 - lanes_each)), Float.of(1.0)
         if row_words(spec):

@@ -31,7 +31,7 @@ Limits: 3 warpgroups; T <= 256, E <= 1536, top_k <= 32, no expert groups, weight
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ from moe_pallas.kernels._simt import (
     cta_barrier,
     for_range,
     if_,
+    in_every_thread,
     minimum,
     select,
     thread_index,
@@ -166,7 +167,8 @@ def route_logits(
             cta_barrier()
             work.list_tokens()
 
-    _inline(phase, lists, scratch, logits=logits_ref, bias=correction_bias_ref, real=real_ref)
+    inputs = {"logits": logits_ref, "bias": correction_bias_ref, "real": real_ref}
+    in_every_thread(phase, **inputs, **lists._asdict(), scratch=scratch)
 
 
 def route_ids(
@@ -209,18 +211,7 @@ def route_ids(
             cta_barrier()
             work.list_tokens()
 
-    _inline(phase, lists, scratch, ids=ids_ref, weights=weights_ref)
-
-
-def _inline(phase: Callable[[dict[str, Memory]], None], lists: Lists, scratch: Any, **inputs: Any) -> None:
-    """Run ``phase`` in every thread; it is given each ref, by its name, as `Memory`."""
-    refs = {k: v for k, v in (inputs | lists._asdict() | {"scratch": scratch}).items() if v is not None}
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def run(ctx: Any, *values: Any) -> None:
-        phase({name: Memory(value) for name, value in zip(refs, values, strict=True)})
-
-    run(*refs.values())
+    in_every_thread(phase, ids=ids_ref, weights=weights_ref, **lists._asdict(), scratch=scratch)
 
 
 class _Work:
@@ -320,22 +311,11 @@ class _Work:
             expert = self.thread * each + i
             readable = minimum(expert, num_experts - 1)
             words = [scratch.load(readable + w * num_experts) for w in range(self.mask_words)]
-            count = select(expert < num_experts, _add(count_bits(word) for word in words), 0)
-            blocks = (count + (self.block_m - 1)) >> _log2(self.block_m)
+            count = select(expert < num_experts, add_up(count_bits(word) for word in words), 0)
+            blocks = (count + (self.block_m - 1)) >> log2(self.block_m)
             counts.append(count)
             places.append(blocks | ((count + 7) >> 3 << 16))
-        own = [_add(places), _add(counts)]
-        upto = [warp_scan(x, self.lane) for x in own]
-        with if_(self.lane.equals(31)):
-            for i, x in enumerate(upto):
-                scratch.store(self.warp + (self.sums + i * NUM_WARPS), x)
-        cta_barrier()
-        lane = minimum(self.lane, NUM_WARPS - 1)
-        before = []
-        for i in range(2):
-            below = select(self.lane < self.warp, scratch.load(lane + (self.sums + i * NUM_WARPS)), 0)
-            before.append(warp_sum(below))
-        place, first = (b + u - o for b, u, o in zip(before, upto, own, strict=True))
+        place, first = sums_below([add_up(places), add_up(counts)], scratch.after(self.sums))
         for i in range(each):
             expert = self.thread * each + i
             with if_(expert < num_experts):
@@ -361,7 +341,7 @@ class _Work:
                     lower = select((token >> 5).equals(w), lower, select((token >> 5) > w, NONE, Int.of(0)))
                 below, count = below + count_bits(word & lower), count + count_bits(word)
             place, first = scratch.load(expert + self.starts), scratch.load(expert + self.firsts) + below
-            block = (place & 0xFFFF) + (below >> _log2(self.block_m))
+            block = (place & 0xFFFF) + (below >> log2(self.block_m))
             row = (place >> 16 << 3) + below
             lists.row_of_slot.store(slot, row)
             lists.block_of_slot.store(slot, block)
@@ -371,10 +351,27 @@ class _Work:
         return []
 
 
-def _add(values: Iterable[Int]) -> Int:
+def sums_below(values: list[Int], sums: Memory) -> list[Int]:
+    """Sum each value over the threads below; called by all, with ``NUM_WARPS`` words of scratch a value."""
+    lane, warp = thread_index() & 31, thread_index() >> 5
+    upto = [warp_scan(x, lane) for x in values]
+    with if_(lane.equals(31)):
+        for i, x in enumerate(upto):
+            sums.store(warp + i * NUM_WARPS, x)
+    cta_barrier()
+    found = []
+    for i, (x, own) in enumerate(zip(upto, values, strict=True)):
+        of_warp = sums.load(minimum(lane, NUM_WARPS - 1) + i * NUM_WARPS)
+        found.append(warp_sum(select(lane < warp, of_warp, 0)) + x - own)
+    return found
+
+
+def add_up(values: Iterable[Int]) -> Int:
+    """Add at least one value."""
     return functools.reduce(lambda x, y: x + y, values)
 
 
-def _log2(power: int) -> int:
+def log2(power: int) -> int:
+    """Return n of 2^n."""
     assert power & (power - 1) == 0
     return power.bit_length() - 1

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
@@ -234,6 +235,11 @@ def thread_index() -> Int:
     return Int(nvvm.read_ptx_sreg_tid_x(results=[_word()]))
 
 
+def cta_index() -> Int:
+    """Return the CTA's index in the grid."""
+    return Int(nvvm.read_ptx_sreg_ctaid_x(results=[_word()]))
+
+
 def cta_barrier() -> None:
     """Let every thread of the CTA come here, and see what the others wrote."""
     nvvm.barrier()
@@ -315,6 +321,17 @@ def _shuffle(value: ir.Value, by: int, kind: Any, clamp: int) -> ir.Value:
     return nvvm.shfl_sync(Int.of(_ALL_LANES).value, value, Int.of(by).value, Int.of(clamp).value, kind)
 
 
+def in_every_thread(phase: Callable[[dict[str, Memory]], None], **refs: Any) -> None:
+    """Run ``phase`` in every thread of a kernel; it is given each ref that is not None, by its name."""
+    refs = {name: ref for name, ref in refs.items() if ref is not None}
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def run(ctx: Any, *values: Any) -> None:
+        phase({name: Memory(value) for name, value in zip(refs, values, strict=True)})
+
+    run(*refs.values())
+
+
 class Memory:
     """A contiguous ref in global or shared memory, as one row of elements.
 
@@ -361,14 +378,16 @@ class Memory:
         llvm.store(scalar.value, self._at(index))
 
     def set_bits(self, index: Int | int, bits: Int) -> None:
-        """Or bits into a word, whatever other threads do to it."""
-        llvm.atomicrmw(
-            llvm.AtomicBinOp._or,
-            self._at(index),
-            bits.value,
-            llvm.AtomicOrdering.monotonic,
-            syncscope="block",
-        )
+        """Or bits into a word, whatever other threads of the CTA do to it."""
+        self._change(llvm.AtomicBinOp._or, index, bits)
+
+    def add(self, index: Int | int, value: Int | int) -> None:
+        """Add to a word, whatever other threads of the CTA do to it."""
+        self._change(llvm.AtomicBinOp.add, index, Int.of(value))
+
+    def _change(self, how: Any, index: Int | int, value: Int) -> None:
+        order = llvm.AtomicOrdering.monotonic
+        llvm.atomicrmw(how, self._at(index), value.value, order, syncscope="block")
 
 
 @contextlib.contextmanager

@@ -54,10 +54,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.kernels import _mgpu
+from moe_pallas.kernels import _mgpu, _plan
 from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._combine_slots import combine_slots
-from moe_pallas.plan import cut_groups, make_blocks
+from moe_pallas.plan import BlockPlan, cut_groups, make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
@@ -443,6 +443,47 @@ def _call(
     )(*leaves)
 
 
+def routes(problem: Problem, config: GroupedGemmConfig) -> bool:
+    """Whether `fused_moe` can route the problem's tokens itself."""
+    return _plan.supports_logits(problem.spec, problem.num_tokens, _mgpu.num_sms()) is None
+
+
+def fused_moe(
+    x: jax.Array,
+    logits: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+    *,
+    config: GroupedGemmConfig,
+    correction_bias: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> jax.Array:
+    """Compute a layer from router logits: two launches for the plan, then three.
+
+    Args:
+      x: (T, D), as all weights and biases as in `fused_experts`.
+      logits: (T, E) float32 | bfloat16 | float16.
+      w13: As in `fused_experts`.
+      w2: Likewise.
+      b13: Likewise.
+      b2: Likewise.
+      spec: The layer.
+      config: How it is cut up.
+      correction_bias: (E,) float, exactly when ``spec.correction_bias``.
+      real: Which tokens are real, as `moe_pallas.kernels._plan.plan_logits` has it; y is 0 for the others.
+
+    Returns:
+      (T, D) in x's dtype.
+    """
+    rows, num_ctas = _max_rows(x, spec, config), _mgpu.num_sms()
+    cut: Any = {"block_m": config.BLOCK_M, "num_rows": rows, "num_ctas": num_ctas}
+    plan = _plan.plan_logits(logits, correction_bias, real, spec, **cut)
+    return _layer(x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas)
+
+
 def fused_experts(
     x: jax.Array,
     routing: Routing,
@@ -456,7 +497,7 @@ def fused_experts(
     num_ctas: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute the experts of a given routing: a plan by XLA, then three launches.
+    """Compute the experts of a given routing: two launches for the plan, or XLA's, then three.
 
     Args:
       x: (T, D) bfloat16 | float16.
@@ -473,14 +514,39 @@ def fused_experts(
     Returns:
       (T, D) in x's dtype.
     """
+    rows, num_ctas = _max_rows(x, spec, config), num_ctas or _mgpu.num_sms()
+    if interpret is None and _plan.supports_ids(spec, len(x), num_ctas) is None:
+        plan = _plan.plan_ids(routing, spec, block_m=config.BLOCK_M, num_rows=rows, num_ctas=num_ctas)
+    else:
+        plan = make_blocks(routing, spec.num_experts, config.BLOCK_M)
+    return _layer(
+        x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas, interpret=interpret
+    )
+
+
+def _max_rows(x: jax.Array, spec: MoESpec, config: GroupedGemmConfig) -> int:
+    return config.max_rows(Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name))
+
+
+def _layer(
+    x: jax.Array,
+    plan: BlockPlan,
+    w13: jax.Array,
+    w2: jax.Array,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+    rows: int,
+    *,
+    interpret: Any = None,
+    **launch: Any,
+) -> jax.Array:
+    """Run the three launches behind a plan; h and the slots have ``rows`` rows."""
     num_tokens, hidden_size = x.shape
-    problem = Problem(spec=spec, num_tokens=num_tokens, dtype=x.dtype.name)
-    rows = config.max_rows(problem)
-    plan = make_blocks(routing, spec.num_experts, config.BLOCK_M)
+    launch["interpret"] = interpret
     blocks: Any = {
         name: getattr(plan, name) for name in ("num_blocks", "block_expert", "block_row", "block_size")
     }
-    launch: Any = {"config": config, "num_ctas": num_ctas or _mgpu.num_sms(), "interpret": interpret}
     if spec.gated:
         apart = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
         w13 = w13.reshape(spec.num_experts, *apart, hidden_size)
