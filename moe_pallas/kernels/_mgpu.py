@@ -29,7 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-HEADER_FLAGS = 16  # words before the first flag: the ticket counter, and a sector of its own for it
+HEADER_FLAGS = 16  # words before the first flag: the counters of tickets, and a sector on that of items
+_ITEM_COUNTER = 8
 _TICKETS_PER_LAUNCH = 256
 _NO_LAUNCH = -1
 _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not look like a hang
@@ -37,6 +38,7 @@ _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not l
 # Named barriers (bar.sync): 0 is the CTA's, Mosaic takes 1 + warpgroup.
 _PUBLISH_BARRIER, _GATHER_BARRIER, _AWAIT_BARRIER = 8, 9, 10  # the last and two more: one a warpgroup
 _STORE_BARRIER = 13  # and one more: one a warpgroup
+_DRAW_BARRIER = 15
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -129,6 +131,57 @@ def leave(flags_gmem: Any, num_ctas: int) -> None:
         )
 
     count(flags_gmem)
+
+
+def check_alone(epoch_smem: Any) -> None:
+    """End the kernel with an error if it was found to share the flags with another launch.
+
+    By a store to nowhere: with a trap here, ptxas would wait for each WGMMA of the other warpgroups.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def check(ctx: Any, epoch: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b64 n, a;
+            ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH}; mov.u64 a, 0; @p st.global.u64 [a], n; }}""",
+            epoch=_address(epoch),
+        )
+
+    check(epoch_smem)
+
+
+def draw_item(
+    flags_gmem: Any, items_smem: Any, slot: jax.Array, num_ctas: int, total: jax.Array, *, interpret: bool
+) -> None:
+    """Note in ``items_smem[slot]`` the number of the next item that no CTA has, for this warpgroup to see.
+
+    The first ``num_ctas`` are not drawn. Each CTA that had one of them draws until it is given a number that
+    is not below ``total``; the last of all these draws makes the counter 0 again. Interpreted, a CTA has
+    every ``num_ctas``-th item: the number is ``num_ctas`` more than in the slot before.
+    """
+    if interpret:
+        slots = items_smem.shape[0]
+        items_smem[slot] = items_smem[lax.rem(slot + slots - 1, jnp.int32(slots))] + num_ctas
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
+    def draw(ctx: Any, flags: Any, items: Any, slot: Any, total: Any) -> None:
+        _ptx(
+            f"""{{ .reg .pred p, q; .reg .b32 t, n; .reg .b64 a;
+            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
+            @p atom.relaxed.gpu.global.add.u32 n, [%[flags]+{8 * _ITEM_COUNTER}], 1;
+            sub.s32 t, %[total], 1; setp.eq.and.s32 q, n, t, p; mov.u32 t, 0;
+            @q st.relaxed.gpu.global.u32 [%[flags]+{8 * _ITEM_COUNTER}], t;
+            add.s32 n, n, {num_ctas}; mad.wide.s32 a, %[slot], 4, %[items];
+            @p st.u32 [a], n;
+            bar.sync {_DRAW_BARRIER}, 128; }}""",
+            flags=_address(flags),
+            items=_address(items),
+            slot=_value(slot),
+            total=_value(total),
+        )
+
+    draw(flags_gmem, items_smem, slot, total)
 
 
 def _first_thread_and_share(num_ctas: int) -> str:

@@ -6,8 +6,10 @@
 
 Rows are sorted by expert and cut into blocks of up to 128 rows of one expert (`moe_pallas.plan.BlockPlan`).
 The first two launches run one kernel: an item is a block of rows times 256 weight rows, over the whole
-contraction. The grid has a CTA for each SM; CTA c takes items c, c + num_ctas, ..., in an order that keeps a
-band of blocks and the weights they share in the L2 cache. Inside a CTA three warpgroups work on their own:
+contraction. The grid has a CTA for each SM; a CTA begins with the item of its own number and then draws the
+next that no other has: short blocks would else let CTAs run apart, and what they share would have left the
+L2 cache when the last of them comes to it. The order keeps a band of blocks and their weights together.
+Inside a CTA three warpgroups work on their own:
 
     producer    | weights by TMA, rows of x by cp.async (first) or of h by TMA (second) ................. |
     consumer 0  | wait | WGMMA 64 x 256 ............. | epilogue | WGMMA ............. | epilogue | ...
@@ -24,6 +26,9 @@ runs on across items. Barriers in shared memory:
     full    3 (2)      TMA, gate and up (or the only branch); the tile of         both consumers
                        rows: the producer, a step late, or TMA
     empty   2          each consumer, one step late                              producer
+    drawn   1          producer: the next item's number is in shared memory      both consumers
+
+The numbers stand in a ring of their own, which has room for more items than the producer can be ahead.
 
 The producer waits for the gather of a step after it has begun that of the next.
 
@@ -68,6 +73,7 @@ _BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
+_NUMBERS = 4  # items whose numbers are kept; the producer is at most num_stages steps ahead, 2 items
 _LAG = 1  # gathers on their way while the next one begins; with 2 it took a fifth longer
 
 
@@ -84,6 +90,7 @@ class _Operands(NamedTuple):
     block_first: Any = None  # where a block's tokens start in token_of; given if rows are gathered
     token_of: Any = None
     weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
+    flags: Any = None  # of which only the counters are used; None if interpreted
     grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
 
 
@@ -93,8 +100,11 @@ class _Scratch(NamedTuple):
     rows: Any
     weights: Any
     results: Any
+    items: Any
+    epoch: Any
     full: Any
     empty: Any
+    drawn: Any
 
 
 class _Item(NamedTuple):
@@ -134,11 +144,26 @@ class _Launch:
         self.steps = operands.rows.shape[1] // _BLOCK_K
         self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
-        self.items = lax.div(self.blocks * self.tiles - self.cta + (num_ctas - 1), jnp.int32(num_ctas))
+        self.items = self.blocks * self.tiles
 
-    def item(self, i: jax.Array) -> _Item:
-        """This CTA's i-th item."""
-        number = self.cta + i * self.num_ctas
+    def walk(
+        self, body: Callable[[_Item, jax.Array], None], next_number: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """``body(item, its first step)`` for each item of this CTA; return the number of all its steps.
+
+        ``next_number(slot)`` gives an item's number, with its place in the ring of numbers.
+        """
+
+        def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            turns, number = state
+            body(self.item(number), turns * self.steps)
+            return turns + 1, next_number(lax.rem(turns + 1, jnp.int32(_NUMBERS)))
+
+        turns, _ = lax.while_loop(lambda state: state[1] < self.items, turn, (jnp.int32(0), self.cta))
+        return turns * self.steps
+
+    def item(self, number: jax.Array) -> _Item:
+        """What an item's number stands for."""
         block, tile = plgpu.planar_snake(number, (self.blocks, self.tiles), 0, self.config.band)
         operands = self.operands
         row = operands.block_row[block]
@@ -178,8 +203,7 @@ def _produce(launch: _Launch) -> None:
             target = tile.at[pl.ds(i * width, width)] if launch.contract_last else tile
             plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
 
-    def produce(i: jax.Array, _: None) -> None:
-        item = launch.item(i)
+    def produce(item: _Item, first_step: jax.Array) -> None:
         if gathers:
             copy_rows = _mgpu.gather_tile(
                 operands.rows,
@@ -191,7 +215,7 @@ def _produce(launch: _Launch) -> None:
             )
 
         def copy(k: jax.Array, _: None) -> None:
-            step = i * launch.steps + k
+            step = first_step + k
             stage = launch.stage(step)
 
             @pl.when(step >= stages)
@@ -222,8 +246,17 @@ def _produce(launch: _Launch) -> None:
 
         lax.fori_loop(0, launch.steps, copy, None)
 
-    lax.fori_loop(0, launch.items, produce, None)
-    total = launch.items * launch.steps
+    def draw(slot: jax.Array) -> jax.Array:
+        numbers = scratch.items
+        _mgpu.draw_item(
+            operands.flags, numbers, slot, launch.num_ctas, launch.items, interpret=launch.interpret
+        )
+        plgpu.barrier_arrive(scratch.drawn.at[slot])
+        return numbers[slot]
+
+    if launch.interpret:
+        scratch.items[0] = launch.cta
+    total = launch.walk(produce, draw)
     if gathers:
         _mgpu.await_gather(0, interpret=launch.interpret)
         late = jnp.minimum(total, _LAG)
@@ -271,13 +304,12 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> ja
 def _consume(launch: _Launch, consumer: jax.Array) -> None:
     operands, scratch, gated = launch.operands, launch.scratch, launch.gate_up is not None
 
-    def consume(i: jax.Array, _: None) -> None:
-        item = launch.item(i)
+    def consume(item: _Item, first_step: jax.Array) -> None:
         rows_left = item.size - consumer * _RUN
 
         @pl.when(rows_left > 0)
         def _multiply_and_store() -> None:
-            product = _multiply(launch, consumer, i * launch.steps)
+            product = _multiply(launch, consumer, first_step)
             runs = range(0, launch.width, _RUN)
             for pair in (runs[j : j + 2] for j in range(0, len(runs), 2)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was here before has left
@@ -296,7 +328,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
         def _pass() -> None:
             @pl.loop(0, launch.steps)
             def _free(k: jax.Array) -> None:
-                stage = launch.stage(i * launch.steps + k)
+                stage = launch.stage(first_step + k)
                 plgpu.barrier_wait(scratch.full.at[stage])  # not before the other consumer's turn
                 plgpu.barrier_arrive(scratch.empty.at[stage])
 
@@ -364,7 +396,11 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             row = first + lax.div(piece, runs) * _RUN
             store_rows(0, row, lax.rem(piece, runs) * _RUN, end - row)
 
-    lax.fori_loop(0, launch.items, consume, None)
+    def drawn(slot: jax.Array) -> jax.Array:
+        plgpu.barrier_wait(scratch.drawn.at[slot])
+        return scratch.items[slot]
+
+    launch.walk(consume, drawn)
     if launch.is_compact:
         scratch.results.at[consumer, 0][...] = jnp.zeros((_RUN, _RUN), launch.out.dtype)
         clear(jnp.int32(0), operands.grouped_rows[0])
@@ -380,10 +416,19 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     def _() -> None:
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         _produce(launch)
+        if not launch.interpret:
+            _mgpu.check_alone(launch.scratch.epoch)
+            _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
     @pl.when(warpgroup < _PRODUCER)
     def _() -> None:
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        if not launch.interpret:
+
+            @pl.when(warpgroup == 0)
+            def _() -> None:
+                _mgpu.draw_ticket(launch.operands.flags, launch.scratch.epoch, launch.num_ctas)
+
         _consume(launch, warpgroup)
 
 
@@ -409,9 +454,14 @@ def _call(
         rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
+        items=plgpu.SMEM((_NUMBERS,), jnp.int32),
+        epoch=plgpu.SMEM((2,), jnp.int32),
         full=plgpu.Barrier(num_arrivals=branches + 1, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        drawn=plgpu.Barrier(num_arrivals=1, num_barriers=_NUMBERS),
     )
+    if interpret is None:
+        operands = operands._replace(flags=_mgpu.new_flags(0))
     leaves, tree = jax.tree.flatten(operands)
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
