@@ -223,7 +223,7 @@ def experts_grouped(*args: jax.Array, spec: MoESpec) -> jax.Array:
 
 
 def grouped_gemm_case(name: str, spec: MoESpec, num_tokens: int) -> aot.Case:
-    """Two launches for the plan, both products and the combine: h, the slots and some integers are asked for."""
+    """Two launches for the plan, both products and the combine; asks for h, the slots and some integers."""
     params = spec.param_shapes
     x, w13, w2 = shapes((num_tokens, spec.hidden_size), params["w13"], params["w2"], dtype=jnp.bfloat16)
     ids, weights = (

@@ -6,16 +6,20 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import aot
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import simt_emulator
 from numpy.typing import NDArray
 from test_kernel_routing import KINDS, expected_routing, make_spec, name_of, some_logits
 
-from moe_pallas import MoESpec, Routing
+from moe_pallas import MoESpec, Routing, fused_experts, fused_moe
 from moe_pallas.kernels import _choice, _plan, _routing
+from moe_pallas.oracle import assume_device
 from moe_pallas.plan import BlockPlan
+from moe_pallas.spec import H200
 
 BLOCK_M = 128
 BY_BLOCK = ("block_expert", "block_row", "block_first", "block_size")
@@ -185,6 +189,7 @@ IDS: dict[str, tuple[int, int, int, int]] = {
     "many experts": (1536, 8, 200, 3),
     "more experts than slots": (700, 2, 5, 3),
     "an odd number of experts": (771, 3, 300, 4),
+    "sums of more than 16 bits": (768, 2, 36000, 24),
 }
 
 
@@ -219,3 +224,124 @@ def test_the_largest_ids_are_dropped(run: Run) -> None:
     ids = np.array([[2**31 - 1, -(2**31)], [1, 1], [2, -1], [0, 1]], np.int32)
     weights = np.ones(ids.shape, np.float32)
     check(run({"ids": ids, "weights": weights}, spec=spec, num_ctas=2), ids, weights, spec, rtol=0)
+
+
+# On a GPU: many tokens, and what an emulator that has no races can't show
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [8192, 65536])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (8, 2), (512, 10), (1536, 8)])
+def test_many_tokens(num_experts: int, top_k: int, num_tokens: int) -> None:
+    spec, rng = make_spec(num_experts, top_k, weight_on="input"), np.random.default_rng(0)
+    run = jax.jit(functools.partial(run_plan, spec=spec))
+    logits = rng.standard_normal((num_tokens, num_experts)).astype(np.float32)
+    for inputs in (logits, logits + np.linspace(0, 8, num_experts, dtype=np.float32)):
+        check(run({"logits": inputs}), *expected_routing(inputs, spec, None), spec, rtol=3e-6)
+    weights = rng.random((num_tokens, top_k)).astype(np.float32)
+    for low, high in [(-2, num_experts + 2), (0, 1), (-1, 0), (num_experts - 2, num_experts)]:
+        ids = rng.integers(low, high, weights.shape).astype(np.int32)
+        check(run({"ids": ids, "weights": weights}), ids, weights, spec, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 500, 8192])
+def test_fifty_calls_repeat_bitwise(num_tokens: int) -> None:
+    """Other tokens in between; all calls are queued before the first is looked at."""
+    spec = make_spec(128, 8)
+    run = jax.jit(functools.partial(run_plan, spec=spec))
+    inputs = [some_logits(kind, num_tokens, 128) for kind in KINDS]
+    plans = [[run({"logits": logits}) for logits in inputs] for _ in range(50)]
+    for again in plans:
+        for plan, first, logits in zip(again, plans[0], inputs, strict=True):
+            weights = np.asarray(first.weight_of_slot)
+            check(plan, expected_routing(logits, spec, None)[0], weights, spec, rtol=0)
+
+
+# Without a GPU
+
+
+def shapes_of(spec: MoESpec, num_tokens: int, by: str) -> dict[str, jax.ShapeDtypeStruct]:
+    struct = jax.ShapeDtypeStruct
+    if by == "ids":
+        slots = (num_tokens, spec.top_k)
+        return {"ids": struct(slots, jnp.int32), "weights": struct(slots, jnp.float32)}
+    return {"logits": struct((num_tokens, spec.num_experts), jnp.float32), "real": struct((1,), jnp.int32)}
+
+
+def slots_and_blocks(inputs: dict[str, Any], *, spec: MoESpec) -> tuple[jax.Array, ...]:
+    plan = run_plan(inputs, spec=spec)
+    return plan.row_of_slot, plan.block_expert
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("by", ["logits", "ids"])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_tokens"),
+    [(128, 8, 512), (128, 8, 65536), (512, 10, 8192), (1536, 8, 8192), (1536, 32, 65536), (1, 1, 1)],
+)
+def test_it_fits_in_the_registers(
+    h200: aot.Compiler, num_experts: int, top_k: int, num_tokens: int, by: str
+) -> None:
+    spec = make_spec(num_experts, top_k)
+    case = aot.Case(
+        name="plan",
+        function=functools.partial(slots_and_blocks, spec=spec),
+        args=(shapes_of(spec, num_tokens, by),),
+        kernels=("plan_count", "plan_place"),
+        max_launches=2,
+        max_registers=168,  # what each of 384 threads can have
+        max_temp_bytes=4 * (5 * (num_tokens * top_k + num_experts) + 70 * num_experts) + 10_000,
+    )
+    assert case.violations(h200.compile(case.function, *case.args)) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_tokens", "by_logits", "by_ids"),
+    [
+        (make_spec(1536, 32), 65536, None, None),
+        (make_spec(8, 2, num_expert_groups=2, top_k_groups=1), 9, "num_expert_groups=2", None),
+        (make_spec(64, 33), 9, "top_k=33", None),
+        (make_spec(1537, 2), 9, "num_experts=1537", "num_experts=1537"),
+        (make_spec(8, 2), 0, "num_tokens=0", "num_tokens=0"),
+        (make_spec(64, 8), 132 * 8192, "65536 slots", "65536 slots"),
+        (make_spec(64, 8), 132 * 7500, "bytes of shared memory", None),
+    ],
+    ids=str,
+)
+def test_what_it_declines(spec: MoESpec, num_tokens: int, by_logits: str | None, by_ids: str | None) -> None:
+    for supports, reason in ((_plan.supports_logits, by_logits), (_plan.supports_ids, by_ids)):
+        said = supports(spec, num_tokens, 132)
+        assert said is None if reason is None else reason in str(said)
+
+
+def made_by_xla(spec: MoESpec, given: str) -> set[str]:
+    """Of a layer's routing and plan, what is left to XLA."""
+    num_tokens = 300
+    shapes = shapes_of(spec, num_tokens, given)
+    routing = Routing(shapes["ids"], shapes["weights"]) if given == "ids" else shapes["logits"]
+    x, w13, w2 = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((num_tokens, spec.hidden_size), spec.param_shapes["w13"], spec.param_shapes["w2"])
+    )
+    layer = functools.partial(
+        fused_experts if given == "ids" else fused_moe, spec=spec, backend="grouped_gemm"
+    )
+    with assume_device(H200):
+        traced = jax.jit(lambda *args: layer(*args)).trace(x, routing, w13, w2)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("plan_place" in program) == ("stablehlo.sort" not in program)
+    return {name for name, mark in {"routing": "top_k", "plan": "stablehlo.sort"}.items() if mark in program}
+
+
+def test_the_layer_takes_the_way_that_is_open() -> None:
+    options: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
+    for weight_on in ("input", "output"):
+        spec = MoESpec(num_experts=8, top_k=2, weight_on=weight_on, **options)
+        assert made_by_xla(spec, "logits") == made_by_xla(spec, "ids") == set()
+    spec = MoESpec(num_experts=8, top_k=2, num_expert_groups=2, top_k_groups=1, **options)
+    assert made_by_xla(spec, "logits") == {"routing"}
+    assert made_by_xla(spec, "ids") == set()
+    spec = MoESpec(num_experts=1540, top_k=2, **options)
+    assert made_by_xla(spec, "logits") == {"routing", "plan"}
+    assert made_by_xla(spec, "ids") == {"plan"}

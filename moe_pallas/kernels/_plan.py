@@ -62,6 +62,7 @@ from moe_pallas.spec import MoESpec, WeightOn
 
 _MAX_COUNT = 0xFFFF
 _MOST_HELD = 4  # ids that a lane keeps in registers
+_MOST_LOADED = 24  # counts that a thread waits for at the same time
 
 
 class _Split(NamedTuple):
@@ -221,7 +222,7 @@ class _Placing:
         lines, num_ctas = NUM_THREADS // width, self.split.num_ctas
         line = self.thread // width
         # So many are loaded at once, and added two in a word, in which they have room.
-        at_once = min(8, -(-num_ctas // lines), _MAX_COUNT // self.split.slots)
+        at_once = min(_MOST_LOADED, -(-num_ctas // lines), _MAX_COUNT // self.split.slots)
 
         def sum_word(word: Int) -> list[Int]:
             def sum_some(first: Int, *sums: Int) -> list[Int]:
