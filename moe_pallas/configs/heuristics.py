@@ -22,9 +22,8 @@ from moe_pallas.spec import MoESpec, Problem
 _BYTES_PER_US = 33.3e3
 _STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
 _MAX_STAGES = 6
-# Longer items of the second GEMM come out too uneven; shorter tiles of the first are not measured yet.
-_MOST_DOWN_STEPS = 16
-_UP_ROWS = (64,)
+_MOST_DOWN_STEPS = 16  # longer items of the second GEMM come out too uneven
+_ROWS = (64, 56, 48, 40, 32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,9 +42,11 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
         block_m *= 2
     spec = problem.spec
     slots = problem.num_tokens * spec.top_k
-    blocks = max(_active_experts(problem.num_tokens, spec), slots / block_m)
+    blocks = round(max(_active_experts(problem.num_tokens, spec), slots / block_m))
+    # One token always makes as many blocks; with more, what fits one number of them best may fit the next worst.
+    cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
     candidates = _candidates(spec, block_m)
-    best = min(candidates, key=lambda config: _cost_us(config, spec, round(blocks), num_sms))
+    best = min(candidates, key=lambda config: sum(_cost_us(config, spec, n, num_sms) for n in cases))
     return dataclasses.replace(best, num_stages=_most_stages(best, problem))
 
 
@@ -56,8 +57,12 @@ def _active_experts(num_tokens: int, spec: MoESpec) -> float:
 
 def _candidates(spec: MoESpec, block_m: int) -> Iterator[SwapABConfig]:
     plain = SwapABConfig(block_m=block_m, num_stages=3)
-    for up_rows, up_splits, down_splits in itertools.product(_UP_ROWS, (1, 2, 4), range(1, 17)):
-        config = dataclasses.replace(plain, up_rows=up_rows, up_splits=up_splits, down_splits=down_splits)
+    for up_rows, down_rows, up_splits, down_splits in itertools.product(
+        _ROWS, _ROWS, (1, 2, 4), range(1, 17)
+    ):
+        config = dataclasses.replace(
+            plain, up_rows=up_rows, down_rows=down_rows, up_splits=up_splits, down_splits=down_splits
+        )
         up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
         if -(-down_steps // down_splits) > _MOST_DOWN_STEPS and down_splits < 16:
             continue
