@@ -103,8 +103,8 @@ class BlockPlan(NamedTuple):
       token_of: (S,). Tokens, block by block, without gaps.
       row_of_slot: (S,). Where a slot's result stands; -1: the slot is dropped.
       weight_of_slot: (S,) float32. Routing weights.
-      weight_of_row: (8 * S + block_m,) float32. The same where the rows are; may be shorter, or None, in a
-        plan that was made for a layer.
+      weight_of_row: (8 * S + block_m,) float32. The same where the rows are. What `kernels._plan` makes is
+        shorter, and None where weights are not on the input.
     """
 
     num_blocks: jax.Array

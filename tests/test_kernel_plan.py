@@ -163,6 +163,17 @@ def test_logits_are_planned_as_route_and_make_blocks_do(
         check(plan, *expected_routing(logits, spec, bias), spec, rtol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_experts", [5, 128])
+def test_narrow_logits_are_widened(run: Run, num_experts: int, dtype: str) -> None:
+    spec = make_spec(num_experts, 4)
+    for kind in KINDS:
+        with np.errstate(over="ignore"):  # 3e38 is inf in float16
+            logits = some_logits(kind, 100, num_experts).astype(jnp.dtype(dtype))
+        plan = run({"logits": logits}, spec=spec, num_ctas=4)
+        check(plan, *expected_routing(logits, spec, None), spec, rtol=3e-6)
+
+
 @pytest.mark.parametrize("given", ["count", "flags"])
 @pytest.mark.parametrize("num_tokens", [1, 150])
 def test_tokens_that_are_not_real_go_nowhere(run: Run, given: str, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The choice of experts by router logits, one warp a token: the heart of `_routing`.
+"""The choice of experts by router logits, one warp a token: the heart of `_routing` and of `_plan`.
 
 A warp holds a token's logits in registers, as words of the same order (`_key`). Lane l has them in stripes:
 of the ``32 · width`` neighbouring experts of a stripe the ``width`` from ``width · l`` on, one vector in
