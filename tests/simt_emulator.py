@@ -1,12 +1,19 @@
 """`moe_pallas.kernels._simt` in NumPy: all threads of a CTA in lockstep, a value an array over them.
 
-It runs the same code as a GPU would, with checks that a GPU has not: an index out of bounds, and a warp whose
-lanes do not all come to a shuffle, are errors. Shared memory begins as garbage. Races it can't show.
+It runs the same code as a GPU would, with checks that a GPU has not: an index out of bounds, a warp whose
+lanes do not all come to a shuffle, are errors. Shared memory begins as garbage.
+
+So is a race of two writes to a word, with no barrier in between of the CTA, or of the warp if both threads
+belong to it; two atomics are none, nor are two writes of the same. A read that races with an earlier write
+gives garbage, since a lane may read what it has no use for. Of writes that race with an earlier read only
+those of its own warp are seen: between them stands a barrier, or any exchange of the lanes. What different
+CTAs do is not looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partialmethod
@@ -142,18 +149,29 @@ def cta_index() -> Int:
     return Int.of(_cta)
 
 
+# So far: barriers of the CTA; of each warp, those included; exchanges in each warp, both included.
+_cta_barriers = 0
+_warp_barriers = np.zeros(NUM_THREADS // 32, np.int64)
+_exchanges = np.zeros(NUM_THREADS // 32, np.int64)
+
+
 def cta_barrier() -> None:
+    global _cta_barriers
     assert _active[-1].all()
+    _cta_barriers += 1
+    _warp_barriers[:] += 1
+    _exchanges[:] += 1
 
 
 def warp_barrier() -> None:
-    _by_warp(Int.of(0))
+    _warp_barriers[_by_warp(_active[-1])[:, 0]] += 1
 
 
 def _by_warp(x: Any) -> np.ndarray:
     together = _active[-1].reshape(-1, 32)
     assert (together == together[:, :1]).all(), "not all lanes come here"
-    return x.value.reshape(-1, 32)
+    _exchanges[together[:, 0]] += 1
+    return (x.value if isinstance(x, _Scalar) else x).reshape(-1, 32)
 
 
 def warp_max(x: Int) -> Int:
@@ -201,26 +219,75 @@ def warp_take(x: Float, lane: Int) -> Float:
     return Float(np.take_along_axis(_by_warp(x), _by_warp(lane).astype(np.int64), 1).ravel())
 
 
+class _Accesses:
+    """Who touched which word last: the thread, and how often its CTA and its warp had met by then."""
+
+    NOBODY, SEVERAL = -1, -2
+
+    def __init__(self, size: int):
+        # The last write, and the last read of each warp.
+        self.writes = np.full((size, 4), self.NOBODY)
+        self.reads = np.full((size, NUM_THREADS // 32, 4), self.NOBODY)
+
+    def read(self, index: np.ndarray, threads: np.ndarray) -> np.ndarray:
+        """Note that some threads read a word each; which of them read what others have written just now."""
+        writes, warps = self.writes[index], threads // 32
+        before, now = self.reads[index, warps], self._now(threads, _exchanges)
+        again = (before[:, 1:] == now[:, 1:]).all(1)
+        _, where, count = np.unique(index * NUM_THREADS + warps, return_inverse=True, return_counts=True)
+        now[(again & (before[:, 0] != threads)) | (count[where] > 1), 0] = self.SEVERAL
+        self.reads[index, warps] = now
+        return ~self._are_ordered(writes, threads, _warp_barriers)
+
+    def write(self, index: np.ndarray, threads: np.ndarray, unchanged: np.ndarray | None) -> None:
+        """Note that some threads write to a word each; which leave it as it is. None: atomically."""
+        writes, reads = self.writes[index], self.reads[index, threads // 32]
+        harmless = writes[:, 0] == self.SEVERAL if unchanged is None else unchanged
+        assert (harmless | self._are_ordered(writes, threads, _warp_barriers)).all(), "two writes race"
+        assert self._are_ordered(reads, threads, _exchanges).all(), "a write races with a read"
+        now = self._now(threads, _warp_barriers)
+        if unchanged is None:
+            now[:, :2] = self.SEVERAL
+        self.writes[index] = now
+
+    def _now(self, threads: np.ndarray, in_warp: np.ndarray) -> np.ndarray:
+        warps = threads // 32
+        return np.stack([threads, warps, np.full(threads.size, _cta_barriers), in_warp[warps]], 1)
+
+    def _are_ordered(self, earlier: np.ndarray, threads: np.ndarray, in_warp: np.ndarray) -> np.ndarray:
+        """Whether an earlier access is over, for each thread; ``in_warp``: how often each warp met."""
+        who, warp, in_cta, before = earlier.T
+        by_warp = (warp == threads // 32) & (before < in_warp[threads // 32])
+        return (who == self.NOBODY) | (who == threads) | (in_cta < _cta_barriers) | by_warp
+
+
 class Memory:
     """One row of elements; ``array`` is written in place."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.size = array.reshape(-1), array.size
+        # From the first write on: what is only read has no races.
+        self._accesses: list[_Accesses] = []
+        self._first, self._all = 0, self.size
 
     def after(self, count: int) -> Memory:
-        return Memory(self.array[count:])
+        rest = copy.copy(self)
+        rest.array, rest.size, rest._first = self.array[count:], self.size - count, self._first + count
+        return rest
 
     def _index(self, index: Any) -> np.ndarray:
-        found = Int.of(index).value.astype(np.int64)
-        assert (found[_active[-1]] < self.size).all(), "out of bounds"
+        """What the active threads mean."""
+        found = Int.of(index).value.astype(np.int64)[_active[-1]]
+        assert (found < self.size).all(), "out of bounds"
         return found
 
     def load(self, index: Any) -> Any:
-        found = np.where(_active[-1], self._index(index), 0)
-        if not self.size:
-            assert not _active[-1].any()
-            return Int.of(0)
-        values = self.array[found]
+        index, threads = self._index(index), np.flatnonzero(_active[-1])
+        values = np.zeros(NUM_THREADS, self.array.dtype)
+        values[threads] = self.array[index]
+        for accesses in self._accesses:
+            racing = threads[accesses.read(index + self._first, threads)]
+            values.view(np.uint8).reshape(NUM_THREADS, -1)[racing] = 0xDE
         return (
             Int(values.view(np.uint32)) if self.array.dtype.kind in "iu" else Float(values.astype(np.float32))
         )
@@ -230,8 +297,12 @@ class Memory:
         return [self.load(index + i) for i in range(width)]
 
     def store(self, index: Any, value: Any) -> None:
-        active, scalar = _active[-1], value if isinstance(value, _Scalar) else Int.of(value)
-        self.array.view(scalar.dtype)[self._index(index)[active]] = scalar.value[active]
+        scalar = value if isinstance(value, _Scalar) else Int.of(value)
+        words, bits = self.array.view(np.uint32), scalar.value.view(np.uint32)[_active[-1]]
+        found = self._index(index)
+        self._note(found, words[found] == bits)
+        words[found] = bits
+        assert (words[found] == bits).all(), "two writes race"
 
     def set_bits(self, index: Any, bits: Int) -> None:
         self._change(np.bitwise_or, index, bits)
@@ -240,8 +311,14 @@ class Memory:
         self._change(np.add, index, Int.of(value))
 
     def _change(self, how: Any, index: Any, value: Int) -> None:
-        active = _active[-1]
-        how.at(self.array.view(np.uint32), self._index(index)[active], value.value[active])
+        found = self._index(index)
+        self._note(found, None)
+        how.at(self.array.view(np.uint32), found, value.value[_active[-1]])
+
+    def _note(self, index: np.ndarray, unchanged: np.ndarray | None) -> None:
+        if not self._accesses:
+            self._accesses.append(_Accesses(self._all))
+        self._accesses[0].write(index + self._first, np.flatnonzero(_active[-1]), unchanged)
 
 
 @contextlib.contextmanager

@@ -237,7 +237,7 @@ def test_the_largest_ids_are_dropped(run: Run) -> None:
     check(run({"ids": ids, "weights": weights}, spec=spec, num_ctas=2), ids, weights, spec, rtol=0)
 
 
-# On a GPU: many tokens, and what an emulator that has no races can't show
+# On a GPU: many tokens, and calls that follow each other
 
 
 @pytest.mark.gpu
