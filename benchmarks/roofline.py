@@ -13,6 +13,8 @@ from jax import lax
 
 from benchmarks.timing import GRAPHS, Step, Timing, measure
 
+REST = 2.0  # seconds idle for each that a step bound by arithmetic runs: see `benchmarks.timing`
+
 _FLOAT8 = "float8_e4m3fn"
 
 
@@ -54,7 +56,7 @@ def measure_roofs(dtypes: Sequence[str], *, tiny: bool = False) -> dict[str, Any
             except Exception as error:  # a dtype that this device can't multiply has no roof
                 failures[f"{dtype} {choice}"] = str(error).split("\n")[0][:200]
     times: dict[Any, Timing] = {}
-    for key, value in measure(steps, seconds=0.4).items():
+    for key, value in measure(steps, seconds=0.4, rest=REST).items():
         if isinstance(value, Timing):
             times[key] = value
         else:
@@ -95,6 +97,12 @@ def floor_us(cell: Any, roofs: Mapping[str, Any]) -> float:
     """Time of a cell that no implementation can beat on a device with these roofs."""
     rate = roofs["matmul_tflops"].get(cell.dtype) or math.inf
     return cell.floor_us(roofs["read_gb_per_s"], rate)
+
+
+def rest(cell: Any, roofs: Mapping[str, Any]) -> float:
+    """How long the device rests before a cell is timed, for each second that it runs."""
+    rate = roofs["matmul_tflops"].get(cell.dtype) or math.inf
+    return REST if cell.flops / rate > cell.min_bytes / (roofs["read_gb_per_s"] / 1e3) else 0.0
 
 
 def plot(result: Mapping[str, Any], path: str | Path) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import gate, kernel_times
 from benchmarks.cases import Cell
 from benchmarks.inputs import Inputs
-from benchmarks.roofline import floor_us
+from benchmarks.roofline import floor_us, rest
 from benchmarks.timing import (
     GRAPHS,
     NO_GRAPHS,
@@ -96,6 +96,7 @@ class Session:
         progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     ) -> None:
         self.cells, self.options, self.progress = list(cells), options, progress
+        self.roofs = roofs
         floors = [floor_us(cell, roofs) for cell in self.cells]
         self.inputs = Inputs(self.cells, floors, options.num_layers, options.memory_bytes)
         self.rows: dict[tuple[Cell, Entry], Row] = {}
@@ -226,7 +227,10 @@ class Session:
 
     def _time(self, cell: Cell, steps: dict[str, dict[Entry, Step]]) -> None:
         options = self.options
-        for entry, timing in measure(steps[LAYER], rounds=options.rounds, seconds=options.seconds).items():
+        how: Any = {"rest": rest(cell, self.roofs)}
+        for entry, timing in measure(
+            steps[LAYER], rounds=options.rounds, seconds=options.seconds, **how
+        ).items():
             row = self.rows[cell, entry]
             if isinstance(timing, Timing):
                 row.update(
@@ -247,7 +251,7 @@ class Session:
                 row.update(status="failed", reason=_first_line(timing))
         for kind, field in ((NO_GRAPH, "time_us_no_graphs"), (EXPERTS, "experts_only_us")):
             some = {e: step for e, step in steps[kind].items() if self.rows[cell, e]["status"] == "ok"}
-            for entry, timing in measure(some, rounds=5, seconds=options.seconds / 2).items():
+            for entry, timing in measure(some, rounds=5, seconds=options.seconds / 2, **how).items():
                 if isinstance(timing, Timing):
                     self.rows[cell, entry][field] = timing.time_us
         for entry in steps[NO_GRAPH]:

@@ -16,7 +16,9 @@ array would be copied.
     kernel_us          sum of the kernels' own durations (profiler), gaps excluded: `benchmarks.kernel_times`
 
 Each number is the median over rounds that visit all variants in turn; its spread is (p90 - p10) / median
-over those rounds.
+over those rounds. An H200 at its power limit lowers its clocks after some 50 ms of matrix products without
+a pause (1980 to 1380 MHz were seen). A layer of a prefill is shorter than that, so the device rests before
+each visit of a step that arithmetic bounds.
 """
 
 from __future__ import annotations
@@ -150,7 +152,7 @@ def compile_all[K, V](
 
 
 def measure[K](
-    steps: Mapping[K, Step], *, rounds: int = 7, seconds: float = 0.15
+    steps: Mapping[K, Step], *, rounds: int = 7, seconds: float = 0.15, rest: float = 0.0
 ) -> dict[K, Timing | Exception]:
     """Time steps against each other, round robin.
 
@@ -158,6 +160,7 @@ def measure[K](
       steps: Key → step.
       rounds: Visits to each step.
       seconds: Aimed at for all visits to one step together; a visit is at least one call.
+      rest: Idle time before a visit, for each second that a visit should take.
 
     Returns:
       Key → `Timing`, or what the step raised.
@@ -172,6 +175,7 @@ def measure[K](
     times: dict[K, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key in calls:
+            time.sleep(rest * seconds / rounds)
             try:
                 times[key].append(_seconds_per_call(steps[key], calls[key]) / steps[key].num_layers * 1e6)
             except Exception as error:

@@ -373,6 +373,17 @@ def test_measure_is_median_and_spread_per_layer(monkeypatch: pytest.MonkeyPatch)
     assert (timed.calls, timed.rounds) == (10, 5)
 
 
+def test_the_device_rests_before_arithmetic_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofs = {"read_gb_per_s": 4600.0, "matmul_tflops": {"bfloat16": 800.0}}
+    few, many = cases.cells({"m": cases.MODELS["mixtral-8x7b"]}, [1, 8192], ["bfloat16"], ["uniform"])
+    assert (roofline.rest(few, roofs), roofline.rest(many, roofs)) == (0, roofline.REST)
+    rests: list[float] = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    step = timing.Step(compiled=lambda: jnp.ones(()), args=(), num_layers=1)
+    timing.measure({"a": step}, rounds=5, seconds=0.05, rest=2.0)
+    assert rests == pytest.approx([0.02] * 5)
+
+
 def test_measure_goes_on_without_what_fails() -> None:
     def fail() -> None:
         raise RuntimeError("no memory")
