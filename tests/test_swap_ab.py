@@ -341,7 +341,8 @@ def test_a_program_is_exported() -> None:
     ],
 )
 def test_padding_is_lowered(options: dict[str, Any]) -> None:
-    """One launch whatever the router, with a traced count and a mask; their gradients too."""
+    """One launch, or two more for a plan, with a traced count and a mask; their gradients too."""
+    launches = 3 if "weight_on" in options else 1
     spec = dataclasses.replace(SPEC, **options)
     args, rest = moe_inputs(spec, 8)
     structs, rest = as_structs(*args), as_structs(rest)[0]
@@ -350,12 +351,12 @@ def test_padding_is_lowered(options: dict[str, Any]) -> None:
         {"num_tokens": jax.ShapeDtypeStruct((), jnp.int32)},
         {"mask": jax.ShapeDtypeStruct((8,), jnp.bool)},
     ):
-        assert count_launches(program, *structs, **rest, **given) == 1
+        assert count_launches(program, *structs, **rest, **given) == launches
 
         def total(*args: Any, **rest: Any) -> jax.Array:
             return jnp.sum(program(*args, **rest).astype(jnp.float32))
 
-        assert count_launches(with_gradients(total), *structs, **rest, **given) == 1
+        assert count_launches(with_gradients(total), *structs, **rest, **given) == launches
 
 
 # What else runs on a GPU: the layer and the number of tokens.
@@ -382,8 +383,9 @@ SHAPES: dict[str, tuple[MoESpec, int]] = {
 def test_shape_is_lowered(spec: MoESpec, num_tokens: int) -> None:
     (x, logits, w13, w2), _ = moe_inputs(spec, num_tokens)
     routing = make_routing(spec, num_tokens)
-    assert count_launches(moe_program(spec), *as_structs(x, logits, w13, w2)) == 1
-    assert count_launches(experts_program(spec), *as_structs(x, routing, w13, w2)) == 1
+    launches = 1 if num_tokens <= 256 else 3
+    assert count_launches(moe_program(spec), *as_structs(x, logits, w13, w2)) == launches
+    assert count_launches(experts_program(spec), *as_structs(x, routing, w13, w2)) == launches
 
 
 # On a GPU

@@ -43,7 +43,7 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     spec = problem.spec
     slots = problem.num_tokens * spec.top_k
     blocks = round(max(_active_experts(problem.num_tokens, spec), slots / block_m))
-    # One token always makes as many blocks; with more, what fits one number of them best may fit the next worst.
+    # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
     cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
     candidates = _candidates(spec, block_m)
     best = min(candidates, key=lambda config: sum(_cost_us(config, spec, n, num_sms) for n in cases))

@@ -143,7 +143,8 @@ def check_alone(epoch_smem: Any) -> None:
     def check(ctx: Any, epoch: Any) -> None:
         _ptx(
             f"""{{ .reg .pred p; .reg .b64 n, a;
-            ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH}; mov.u64 a, 0; @p st.global.u64 [a], n; }}""",
+            ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH};
+            mov.u64 a, 0; @p st.global.u64 [a], n; }}""",
             epoch=_address(epoch),
         )
 

@@ -56,7 +56,7 @@ from moe_pallas.kernels._simt import (
     warp_barrier,
     warp_equals,
 )
-from moe_pallas.plan import BlockPlan
+from moe_pallas.plan import BlockPlan, make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import MoESpec, WeightOn
 
@@ -396,10 +396,31 @@ def plan_logits(
     return _plan(made["ids"], made["weights"], made["counts"], spec, split, block_m, num_rows)
 
 
-def plan_ids(routing: Routing, spec: MoESpec, *, block_m: int, num_rows: int, num_ctas: int) -> BlockPlan:
-    """Plan the rows of a given routing, as `plan_logits` does: ids (T, top_k) int32, weights float32."""
+def plan_ids(
+    routing: Routing,
+    spec: MoESpec,
+    *,
+    block_m: int,
+    num_rows: int,
+    num_ctas: int,
+    interpret: Any = None,
+) -> BlockPlan:
+    """Plan the rows of a given routing, as `plan_logits` does; by XLA if need be, or if interpreted.
+
+    Args:
+      routing: ids (T, top_k) int32 and weights (T, top_k) float32.
+      spec: As in `plan_logits`, as are all others.
+      block_m: Likewise.
+      num_rows: Likewise.
+      num_ctas: Likewise.
+      interpret: None, or what says that kernels are interpreted on a CPU.
+
+    Returns:
+      As `plan_logits`.
+    """
     ids, weights = routing
-    assert (reason := supports_ids(spec, len(ids), num_ctas)) is None, reason
+    if interpret is not None or supports_ids(spec, len(ids), num_ctas) is not None:
+        return make_blocks(routing, spec.num_experts, block_m)
     split = _split(spec, len(ids), num_ctas)
     made = _launch(
         functools.partial(_count, spec=spec, split=split),

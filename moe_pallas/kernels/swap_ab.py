@@ -53,12 +53,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.lists import supports_logits
 from moe_pallas.configs.schema import SwapABConfig
-from moe_pallas.kernels import _mgpu, _routing
+from moe_pallas.kernels import _mgpu, _plan, _routing
 from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._combine import combine, keep_if
 from moe_pallas.kernels._launch import CONSUMER, TOKENS, WEIGHTS, Buffers, Launch, Operands, Scratch
 from moe_pallas.kernels._schedule import Item
-from moe_pallas.plan import make_blocks
 from moe_pallas.routing import Routing
 from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
 
@@ -343,7 +342,9 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
 
 def routes(problem: Problem, config: SwapABConfig) -> bool:
     """Whether `fused_moe` can route the problem's tokens itself."""
-    return supports_logits(problem.spec, problem.num_tokens) is None and config.makes_lists(problem)
+    if config.makes_lists(problem):
+        return supports_logits(problem.spec, problem.num_tokens) is None
+    return _plan.supports_logits(problem.spec, problem.num_tokens, _mgpu.num_sms()) is None
 
 
 def fused_moe(
@@ -360,7 +361,7 @@ def fused_moe(
     real: jax.Array | None = None,
     num_ctas: int | None = None,
 ) -> jax.Array:
-    """Compute a layer from router logits, in one launch.
+    """Compute a layer from router logits, in one launch if its lists fit, else after two for the plan.
 
     Args:
       x: (T, D) bfloat16 | float16.
@@ -379,7 +380,14 @@ def fused_moe(
     Returns:
       (T, D) in x's dtype.
     """
-    operands = Operands(x, w13, w2, b13, b2, logits=logits, correction_bias=correction_bias, real=real)
+    operands = Operands(x, w13, w2, b13, b2)
+    num_ctas = num_ctas or _mgpu.num_sms()
+    problem = Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name)
+    if config.makes_lists(problem):
+        operands = operands._replace(logits=logits, correction_bias=correction_bias, real=real)
+    else:
+        cut = {"block_m": config.block_m, "num_rows": config.max_rows(problem), "num_ctas": num_ctas}
+        operands = operands._replace(plan=_plan.plan_logits(logits, correction_bias, real, spec, **cut))
     return _run(operands, spec, config, num_ctas, None)
 
 
@@ -396,7 +404,7 @@ def fused_experts(
     num_ctas: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """Compute the experts of a given routing, in one launch if its lists fit, else after a plan by XLA.
+    """Compute the experts of a given routing, in one launch if its lists fit, else after two for the plan.
 
     Args:
       x: (T, D), as all other operands as in `fused_moe`.
@@ -415,21 +423,20 @@ def fused_experts(
       (T, D) in x's dtype.
     """
     operands = Operands(x, w13, w2, b13, b2)
-    problem = Problem(spec=spec, num_tokens=x.shape[0], dtype=x.dtype.name)
+    num_ctas = num_ctas or _mgpu.num_sms()
+    problem = Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name)
     if interpret is None and config.makes_lists(problem):
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
     else:
-        operands = operands._replace(plan=make_blocks(routing, spec.num_experts, config.block_m))
+        cut: Any = {"block_m": config.block_m, "num_rows": config.max_rows(problem), "num_ctas": num_ctas}
+        operands = operands._replace(plan=_plan.plan_ids(routing, spec, **cut, interpret=interpret))
     return _run(operands, spec, config, num_ctas, interpret)
 
 
-def _run(
-    operands: Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int | None, interpret: Any
-) -> jax.Array:
+def _run(operands: Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int, interpret: Any) -> jax.Array:
     x = operands.x
     num_tokens, hidden_size = x.shape
     problem = Problem(spec=spec, num_tokens=num_tokens, dtype=x.dtype.name)
-    num_ctas = num_ctas or _mgpu.num_sms()
     if spec.gated:
         branches = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
         operands = operands._replace(w13=operands.w13.reshape(spec.num_experts, *branches, hidden_size))
