@@ -174,7 +174,8 @@ def _width(columns: int, gate_up: GateUp | None) -> int:
     return min(GroupedGemmConfig.BLOCK_N // (1 if gate_up is None else 2), columns)
 
 
-def _produce(launch: _Launch) -> None:
+def _produce(launch: _Launch) -> jax.Array:
+    """Load what the consumers need; returns the number of steps."""
     operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
     gathers, width = launch.gathers, launch.width
 
@@ -252,6 +253,8 @@ def _produce(launch: _Launch) -> None:
     @pl.loop(0, last)
     def _(i: jax.Array) -> None:
         plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
+
+    return total
 
 
 def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> jax.Array:
@@ -396,9 +399,10 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     @pl.when(warpgroup == _PRODUCER)
     def _() -> None:
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        _produce(launch)
+        steps = _produce(launch)
         if not launch.interpret:
-            _mgpu.check_alone(launch.scratch.epoch)
+            # With no step there was no barrier to wait for the launch's number.
+            pl.when(steps > 0)(functools.partial(_mgpu.check_alone, launch.scratch.epoch))
             _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
     @pl.when(warpgroup < _PRODUCER)
