@@ -133,7 +133,7 @@ class Router:
         warp_barrier()  # a lane reads what others noted
 
     def weigh(self, note: Callable[[Choices], None]) -> None:
-        """Make the weights of what the warp chose; ``note`` is called with all lanes."""
+        """Make the weights of what the warp chose, if anything; ``note`` is called with all its lanes."""
         lanes_each = 1 << (self._spec.top_k - 1).bit_length()
         at_once = 32 // lanes_each
 
@@ -144,10 +144,11 @@ class Router:
             note(self._weighed(token, self._lane & (lanes_each - 1), lanes_each))
             return []
 
-        if self._turns * self._together <= at_once:
-            some(0)
-        else:
-            for_range(0, self._turns * self._together, at_once, [], some)
+        with if_(self._warp * self._together < self._count):
+            if self._turns * self._together <= at_once:
+                some(0)
+            else:
+                for_range(0, self._turns * self._together, at_once, [], some)
 
     def _load(self, group: Int) -> list[Float]:
         """Load the lane's logits of the group's tokens; past the last token, that one's."""
@@ -289,10 +290,11 @@ class Router:
         """Make the weights of choices: lane after lane the ``lanes_each`` of a token."""
         spec = self._spec
         in_use = (token < self._count) & (j < spec.top_k)
-        token, j = minimum(token, self._count - 1), minimum(j, spec.top_k - 1)
+        # Unused lanes read what their warp noted, if it has noted anything there.
+        token, j = select(in_use, token, self._warp * self._together), minimum(j, spec.top_k - 1)
         is_real = self._is_real(token)
         slot = token * spec.top_k + j
-        expert = minimum(self._experts.load(slot), spec.num_experts - 1)  # unused lanes may read anything
+        expert = minimum(self._experts.load(slot), spec.num_experts - 1)
         logit = _clean(self._logits.load((token + self._first) * spec.num_experts + expert))
         included = in_use & (logit > -math.inf)
         best, total = warp_take(logit, self._lane & (32 - lanes_each)), Float.of(1.0)
