@@ -12,7 +12,7 @@ from jax import lax
 
 from moe_pallas import xla
 from moe_pallas.errors import UnsupportedError
-from moe_pallas.oracle import NOT_RUN, current_device
+from moe_pallas.oracle import current_device
 from moe_pallas.spec import DeviceInfo, check_array, check_dtype
 
 _BACKENDS = ("auto", "grouped_gemm", "xla")
@@ -63,8 +63,6 @@ def grouped_gemm(
     objection = "asked for explicitly" if backend == "xla" else _objection(lhs, rhs, transpose_rhs)
     if objection and backend == "grouped_gemm":
         raise UnsupportedError("grouped_gemm", objection, "backend='xla', or 'auto'.")
-    if backend == "auto":
-        objection = objection or NOT_RUN
     sizes = group_sizes.astype(jnp.int32)
     first = jnp.asarray(0 if group_offset is None else group_offset, jnp.int32)
     run = _portable if objection else _with_kernel

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
-from moe_pallas.configs.heuristics import default_swap_ab
+from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import DeviceInfo, MoESpec, Problem
@@ -68,7 +68,7 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
         return Selection(backend=backend, reason="asked for explicitly", device=device)
     configs: dict[str, SwapABConfig | GroupedGemmConfig] = {
         "swap_ab": default_swap_ab(problem),
-        "grouped_gemm": GroupedGemmConfig(),
+        "grouped_gemm": default_grouped_gemm(problem),
     }
     if backend in configs:
         config = configs[backend]
@@ -78,15 +78,13 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
     objections = []
     for name, reason in _REASONS.items():
         objection = _objection(problem, configs[name], device)
-        objection = objection or (_too_many_tokens(problem) if name == "swap_ab" else NOT_RUN)
+        if name == "swap_ab":
+            objection = objection or _too_many_tokens(problem)
         if objection is None:
             return Selection(backend=name, reason=reason, config=configs[name], device=device)
         objections.append(f"{name}: {objection}")
     return Selection(backend="xla", reason=" ".join(objections), device=device)
 
-
-# Why "auto" does not take the grouped GEMM yet.
-NOT_RUN = "was compiled for Hopper GPUs, and interpreted, but not run on one yet; ask for it explicitly."
 
 # Why "auto" takes a kernel, in the order in which they are asked.
 _REASONS = {

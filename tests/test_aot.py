@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.cases import MODELS
 from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped
-from moe_pallas.configs.heuristics import default_swap_ab
+from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.kernels import grouped_gemm, swap_ab
 from moe_pallas.oracle import assume_device
@@ -216,7 +216,7 @@ def swap_ab_config_case(num_tokens: int, **config: int) -> aot.Case:
 
 def experts_grouped(*args: jax.Array, spec: MoESpec) -> jax.Array:
     x, ids, weights, w13, w2, *biases = args
-    config = GroupedGemmConfig()
+    config = default_grouped_gemm(Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name))
     return grouped_gemm.fused_experts(
         x, Routing(ids, weights), w13, w2, *(biases or (None, None)), spec, config=config
     )
@@ -314,6 +314,7 @@ CASES = [
     swap_ab_layer_case(64),
     *(grouped_gemm_case(name, spec, 8192) for name, spec in MODELS.items()),
     grouped_gemm_case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], 512),
+    grouped_gemm_case("mixtral-8x7b", MODELS["mixtral-8x7b"], 512),  # narrow tiles
     *(
         grouped_gemm_case(
             "-".join(map(str, options.values())), replace(QWEN3_30B, expert_bias=True, **options), 300

@@ -109,6 +109,18 @@ INTERPRETED: dict[str, tuple[MoESpec, Routing, GroupedGemmConfig, int]] = {
         CONFIG,
         2,
     ),
+    "narrow tiles": (
+        make_spec(expert_bias=True, hidden_size=256, intermediate_size=192),
+        make_routing(make_spec(), 50),
+        GroupedGemmConfig(up_block_n=128, down_block_n=128),
+        3,
+    ),
+    "narrow tiles, not gated": (
+        make_spec(activation="relu2", hidden_size=256, intermediate_size=192),
+        make_routing(make_spec(), 9),
+        GroupedGemmConfig(up_block_n=128, down_block_n=128),
+        2,
+    ),
     "one token, one expert": (
         make_spec(num_experts=1, **_ONE),
         make_routing(make_spec(num_experts=1, **_ONE), 1),
@@ -304,6 +316,8 @@ def test_what_it_refuses() -> None:
     assert "num_stages" in objection(GroupedGemmConfig(num_stages=2))
     assert "shared memory" in objection(GroupedGemmConfig(num_stages=5))
     assert "band" in objection(GroupedGemmConfig(band=0))
+    assert "up_block_n" in objection(GroupedGemmConfig(up_block_n=64))
+    assert "down_block_n" in objection(GroupedGemmConfig(down_block_n=192))
 
 
 # On a GPU
@@ -357,6 +371,14 @@ def test_tokens(num_tokens: int) -> None:
 @pytest.mark.parametrize("band", [1, 3, 8, 16])
 def test_configurations(num_stages: int, band: int) -> None:
     check(SPEC, 900, config=GroupedGemmConfig(num_stages=num_stages, band=band))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_narrow_tiles(activation: str) -> None:
+    spec = dataclasses.replace(SPEC, hidden_size=704, intermediate_size=320, activation=activation)
+    for up, down in ((128, 128), (128, 256), (256, 128)):
+        check(spec, 900, config=GroupedGemmConfig(up_block_n=up, down_block_n=down))
 
 
 OPTIONS: list[dict[str, Any]] = [

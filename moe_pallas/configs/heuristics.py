@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
-from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig, can_split
+from moe_pallas.configs.schema import SMEM_BYTES, GroupedGemmConfig, SwapABConfig, can_split
 from moe_pallas.spec import MoESpec, Problem
 
 # BUILD_NOTES "Measured facts": 4.4 TB/s over 132 SMs, and what a step or an item costs besides.
@@ -24,6 +25,7 @@ _STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
 _MAX_STAGES = 6
 _MOST_DOWN_STEPS = 16  # longer items of the second GEMM come out too uneven
 _ROWS = (64, 56, 48, 40, 32)
+_NARROW = 0.575  # time of a tile of 128 weight rows over that of one of 256 in the grouped GEMM: assumed
 
 
 @functools.lru_cache(maxsize=1024)
@@ -48,6 +50,46 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     candidates = _candidates(spec, block_m)
     best = min(candidates, key=lambda config: sum(_cost_us(config, spec, n, num_sms) for n in cases))
     return dataclasses.replace(best, num_stages=_most_stages(best, problem))
+
+
+@functools.lru_cache(maxsize=1024)
+def default_grouped_gemm(problem: Problem, num_sms: int = 132) -> GroupedGemmConfig:
+    """Choose how the grouped GEMM cuts a problem up.
+
+    Tiles of 128 weight rows cost more than half of those of 256; they pay where the last of few rounds over
+    the SMs would be a small part of one.
+
+    Args:
+      problem: The call.
+      num_sms: SMs of the device.
+
+    Returns:
+      The configuration that the model predicts to be fastest.
+    """
+    spec, blocks = problem.spec, _blocks(problem, GroupedGemmConfig.BLOCK_M)
+
+    def block_n(wide_tiles: int, narrow_tiles: int) -> int:
+        wide, narrow = (-(-round(blocks * tiles) // num_sms) for tiles in (wide_tiles, narrow_tiles))
+        return 128 if _NARROW * narrow < wide else 256
+
+    wide, narrow = GroupedGemmConfig(), GroupedGemmConfig(up_block_n=128, down_block_n=128)
+    return GroupedGemmConfig(
+        up_block_n=block_n(wide.up_tiles(spec), narrow.up_tiles(spec)),
+        down_block_n=block_n(wide.down_tiles(spec), narrow.down_tiles(spec)),
+    )
+
+
+def _blocks(problem: Problem, block_m: int) -> float:
+    """Blocks that a uniform routing makes, on average."""
+    spec = problem.spec
+    share = spec.top_k / spec.num_experts
+    mean, deviation = problem.num_tokens * share, math.sqrt(problem.num_tokens * share * (1 - share)) or 1e-9
+    # An expert has more than j blocks if it has more than j * block_m tokens.
+    more = (
+        0.5 * math.erfc((j * block_m + 0.5 - mean) / deviation / math.sqrt(2))
+        for j in range(1, problem.num_tokens // block_m + 1)
+    )
+    return _active_experts(problem.num_tokens, spec) + spec.num_experts * sum(more)
 
 
 def _active_experts(num_tokens: int, spec: MoESpec) -> float:

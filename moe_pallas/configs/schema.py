@@ -139,19 +139,23 @@ class SwapABConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedGemmConfig:
-    """How the grouped GEMM cuts a problem up: tiles of 128 rows of one expert by 256 weight rows.
+    """How the grouped GEMM cuts a problem up: tiles of 128 rows of one expert by 256 weight rows, or 128.
 
     Args:
+      up_block_n: Weight rows of a tile of the first GEMM, gate and up together: 128 or 256. 256 is the faster
+        for each row, 128 comes out more even over the SMs where there are few tiles.
+      down_block_n: The same for the second.
       num_stages: Tiles of rows and weights on their way to an SM, 64 columns of the contraction each.
       band: Blocks of rows that are multiplied with the same weights one after the other, so that both stay
         in the L2 cache.
     """
 
+    up_block_n: int = 256
+    down_block_n: int = 256
     num_stages: int = 4
     band: int = 8
 
     BLOCK_M: ClassVar[int] = 128
-    BLOCK_N: ClassVar[int] = 256
     BLOCK_K: ClassVar[int] = 64
 
     def validate(self, problem: Problem) -> str | None:
@@ -167,6 +171,9 @@ class GroupedGemmConfig:
         ):
             if size % 64 or size < 128:
                 return f"needs {name} in multiples of 64 from 128 on; got {size}."
+        for name, rows in (("up_block_n", self.up_block_n), ("down_block_n", self.down_block_n)):
+            if rows not in (128, 256):
+                return f"{name} is 128 or 256; got {rows}."
         if self.num_stages < 3:
             return f"num_stages is 3 or more; got {self.num_stages}."
         if self.band < 1:
@@ -174,6 +181,14 @@ class GroupedGemmConfig:
         if (need := self.smem_bytes(problem)) > SMEM_BYTES:
             return f"needs {need} bytes of shared memory, of which a CTA has {SMEM_BYTES}: use fewer stages."
         return None
+
+    def up_tiles(self, spec: MoESpec) -> int:
+        """Tiles of weight rows of the first GEMM, for each expert."""
+        return -(-spec.intermediate_size * (2 if spec.gated else 1) // self.up_block_n)
+
+    def down_tiles(self, spec: MoESpec) -> int:
+        """Tiles of weight rows of the second GEMM, for each expert."""
+        return -(-spec.hidden_size // self.down_block_n)
 
     def max_rows(self, problem: Problem) -> int:
         """Rows of h and of the slots' buffer: experts start at multiples of 8, a tile ends within."""
@@ -183,5 +198,5 @@ class GroupedGemmConfig:
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA: the ring, two tiles of results for each of two warpgroups, barriers."""
-        stage = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * 2
+        stage = (self.BLOCK_M + max(self.up_block_n, self.down_block_n)) * self.BLOCK_K * 2
         return self.num_stages * stage + 4 * 64 * 64 * 2 + 2048

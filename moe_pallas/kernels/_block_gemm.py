@@ -1,10 +1,10 @@
 """Blocks of rows times the weights of their experts: the kernel of the grouped GEMM.
 
 A block is up to 128 rows of one expert (`moe_pallas.plan.BlockPlan`). An item is a block times 256 weight
-rows, over the whole contraction. The grid has a CTA for each SM; a CTA begins with the item of its own number
-and then draws the next that no other has: short blocks would else let CTAs run apart, and what they share
-would have left the L2 cache when the last of them comes to it. The order keeps a band of blocks and their
-weights together. Inside a CTA three warpgroups work on their own:
+rows (or 128: the figures below are for 256), over the whole contraction. The grid has a CTA for each SM. A
+CTA begins with the item of its own number and then draws the next that no other has: short blocks would else
+let CTAs run apart, and what they share would have left the L2 cache when the last of them comes to it. The
+order keeps a band of blocks and their weights together. Inside a CTA three warpgroups work on their own:
 
     producer    | weights by TMA, rows by cp.async if they are gathered, else by TMA .................... |
     consumer 0  | wait | WGMMA 64 x 256 ............. | epilogue | WGMMA ............. | epilogue | ...
@@ -111,6 +111,7 @@ class _Launch:
         activate: Callable[..., jax.Array] | None,
         contract_last: bool,
         config: GroupedGemmConfig,
+        block_n: int,
         num_ctas: int,
         interpret: bool,
     ):
@@ -120,7 +121,7 @@ class _Launch:
         self.gathers = operands.block_first is not None
         self.is_compact = operands.grouped_rows is not None  # no rows between blocks
         self.columns = out.shape[1]
-        self.width = _width(self.columns, gate_up)
+        self.width = _width(self.columns, gate_up, block_n)
         self.tiles = -(-self.columns // self.width)
         self.steps = operands.rows.shape[1] // _BLOCK_K
         self.cta = lax.axis_index("cta")
@@ -169,9 +170,9 @@ class _Launch:
         return lax.rem(step, jnp.int32(self.config.num_stages))
 
 
-def _width(columns: int, gate_up: GateUp | None) -> int:
+def _width(columns: int, gate_up: GateUp | None, block_n: int) -> int:
     """Columns of the result that a tile makes."""
-    return min(GroupedGemmConfig.BLOCK_N // (1 if gate_up is None else 2), columns)
+    return min(block_n // (1 if gate_up is None else 2), columns)
 
 
 def _produce(launch: _Launch) -> jax.Array:
@@ -422,6 +423,7 @@ def multiply_blocks(
     out: jax.ShapeDtypeStruct,
     *,
     config: GroupedGemmConfig,
+    block_n: int,
     num_ctas: int,
     interpret: Any,
     name: str,
@@ -433,7 +435,7 @@ def multiply_blocks(
     dtype, stages = operands.rows.dtype, config.num_stages
     tile = _mgpu.operand_transforms(dtype)
     branches = 1 if gate_up is None else 2
-    weight_rows = branches * _width(out.shape[1], gate_up)
+    weight_rows = branches * _width(out.shape[1], gate_up, block_n)
     weights_tile = (weight_rows, _BLOCK_K) if contract_last else (_BLOCK_K, weight_rows)
     scratch = _Scratch(
         rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
@@ -461,6 +463,7 @@ def multiply_blocks(
             activate=activate,
             contract_last=contract_last,
             config=config,
+            block_n=block_n,
             num_ctas=num_ctas,
             interpret=interpret is not None,
         ),

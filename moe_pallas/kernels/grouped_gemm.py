@@ -160,6 +160,7 @@ def _layer(
         ),
         jax.ShapeDtypeStruct((rows, spec.intermediate_size), x.dtype),
         name="grouped_gemm_up",
+        block_n=launch["config"].up_block_n,
         gate_up=spec.gate_up if spec.gated else None,
         activate=functools.partial(activate, spec=spec),
         **launch,
@@ -168,6 +169,7 @@ def _layer(
         Operands(h, w2, b2, **blocks),
         jax.ShapeDtypeStruct((rows, hidden_size), x.dtype),
         name="grouped_gemm_down",
+        block_n=launch["config"].down_block_n,
         **launch,
     )
     return combine_slots(slots, plan, spec, num_tokens, interpret)
@@ -227,6 +229,7 @@ def multiply_groups(
         ),
         jax.ShapeDtypeStruct((num_rows, rhs.shape[1 if contract_last else 2]), lhs.dtype),
         name="grouped_gemm",
+        block_n=config.down_block_n,
         contract_last=contract_last,
         config=config,
         num_ctas=num_ctas or _mgpu.num_sms(),
