@@ -18,13 +18,15 @@ shared memory, by TMA.
 runs on across items. Barriers in shared memory:
 
     name    arrivals   who arrives                                               who waits
-    full    3 (2)      TMA, gate and up (or the only branch); the tile of         both consumers
-                       rows: the producer, a step late, or TMA
+    full    2 (1)      TMA, gate and up (or the only branch); one more for        both consumers
+            + 1        rows that come by TMA
+    landed  128        cp.async, of each thread of the producer, for a tile of    both consumers
+                       gathered rows
     empty   2          each consumer, one step late                              producer
     drawn   1          producer: the next item's number is in shared memory      both consumers
 
-The numbers stand in a ring of their own, which has room for more items than the producer can be ahead. The
-producer waits for the gather of a step after it has begun that of the next.
+The numbers stand in a ring of their own, which has room for more items than the producer can be ahead. Pallas
+has no word for an arrival by cp.async, so `landed` is a barrier of our own (`moe_pallas.kernels._mgpu`).
 
 Shared memory of a CTA: num_stages * (128 + 256) * 64 * 2 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
 
@@ -55,7 +57,6 @@ _BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
 _NUMBERS = 4  # items whose numbers are kept; the producer is at most num_stages steps ahead, 2 items
-_LAG = 1  # gathers on their way while the next one begins; with 2 it took a fifth longer
 
 
 class Operands(NamedTuple):
@@ -81,8 +82,8 @@ class _Scratch(NamedTuple):
     rows: Any
     weights: Any
     results: Any
-    items: Any
-    epoch: Any
+    words: Any  # numbers of items, then the launch's: each array takes a kilobyte
+    landed: Any
     full: Any
     empty: Any
     drawn: Any
@@ -124,6 +125,7 @@ class _Launch:
         self.width = _width(self.columns, gate_up, block_n)
         self.tiles = -(-self.columns // self.width)
         self.steps = operands.rows.shape[1] // _BLOCK_K
+        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, _NUMBERS), (_NUMBERS, 2)))
         self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
         self.items = self.blocks * self.tiles
@@ -194,6 +196,7 @@ def _produce(launch: _Launch) -> jax.Array:
                 scratch.rows,
                 operands.block_first[item.block],
                 item.size,
+                scratch.landed,
                 interpret=launch.interpret,
             )
 
@@ -209,12 +212,8 @@ def _produce(launch: _Launch) -> jax.Array:
             load_weights(item, columns, stage)
             if gathers:
                 copy_rows(k, stage)
-
-                @pl.when(step >= _LAG)
-                def _landed() -> None:
-                    _mgpu.await_gather(_LAG, interpret=launch.interpret)
-                    plgpu.barrier_arrive(scratch.full.at[launch.stage(step - _LAG)])
-
+                if launch.interpret:
+                    plgpu.barrier_arrive(scratch.full.at[stage])
                 return
 
             def copy_block(count: int) -> None:
@@ -230,24 +229,15 @@ def _produce(launch: _Launch) -> jax.Array:
         lax.fori_loop(0, launch.steps, copy, None)
 
     def draw(slot: jax.Array) -> jax.Array:
-        numbers = scratch.items
         _mgpu.draw_item(
-            operands.flags, numbers, slot, launch.num_ctas, launch.items, interpret=launch.interpret
+            operands.flags, launch.numbers, slot, launch.num_ctas, launch.items, interpret=launch.interpret
         )
         plgpu.barrier_arrive(scratch.drawn.at[slot])
-        return numbers[slot]
+        return launch.numbers[slot]
 
     if launch.interpret:
-        scratch.items[0] = launch.cta
+        launch.numbers[0] = launch.cta
     total = launch.walk(produce, draw)
-    if gathers:
-        _mgpu.await_gather(0, interpret=launch.interpret)
-        late = jnp.minimum(total, _LAG)
-
-        @pl.loop(0, late)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_arrive(scratch.full.at[launch.stage(total - late + i)])
-
     # A barrier may go when all its completions were seen.
     last = jnp.minimum(total, stages)
 
@@ -267,6 +257,8 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> ja
         def multiply(k: jax.Array, _: None) -> None:
             stage = launch.stage(first_step + k)
             plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
+            if scratch.landed is not None:
+                _mgpu.await_landed(scratch.landed, first_step + k)
             weights = scratch.weights.at[stage]
             weights = weights.transpose((1, 0)) if launch.contract_last else weights
             plgpu.wgmma(accumulator, scratch.rows.at[stage, mine], weights)
@@ -383,7 +375,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
     def drawn(slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(scratch.drawn.at[slot])
-        return scratch.items[slot]
+        return launch.numbers[slot]
 
     launch.walk(consume, drawn)
     if launch.is_compact:
@@ -395,6 +387,8 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     launch = _Launch(*unflatten(refs), **statics)
+    if launch.scratch.landed is not None:
+        _mgpu.init_landed(launch.scratch.landed)
     warpgroup = lax.axis_index("wg")
 
     @pl.when(warpgroup == _PRODUCER)
@@ -403,7 +397,7 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
         steps = _produce(launch)
         if not launch.interpret:
             # With no step there was no barrier to wait for the launch's number.
-            pl.when(steps > 0)(functools.partial(_mgpu.check_alone, launch.scratch.epoch))
+            pl.when(steps > 0)(functools.partial(_mgpu.check_alone, launch.epoch))
             _mgpu.leave(launch.operands.flags, launch.num_ctas)
 
     @pl.when(warpgroup < _PRODUCER)
@@ -413,7 +407,7 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
 
             @pl.when(warpgroup == 0)
             def _() -> None:
-                _mgpu.draw_ticket(launch.operands.flags, launch.scratch.epoch, launch.num_ctas)
+                _mgpu.draw_ticket(launch.operands.flags, launch.epoch, launch.num_ctas)
 
         _consume(launch, warpgroup)
 
@@ -435,25 +429,28 @@ def multiply_blocks(
     dtype, stages = operands.rows.dtype, config.num_stages
     tile = _mgpu.operand_transforms(dtype)
     branches = 1 if gate_up is None else 2
+    lands = operands.block_first is not None and interpret is None  # rows come by cp.async
     weight_rows = branches * _width(out.shape[1], gate_up, block_n)
     weights_tile = (weight_rows, _BLOCK_K) if contract_last else (_BLOCK_K, weight_rows)
     scratch = _Scratch(
         rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
-        items=plgpu.SMEM((_NUMBERS,), jnp.int32),
-        epoch=plgpu.SMEM((2,), jnp.int32),
-        full=plgpu.Barrier(num_arrivals=branches + 1, num_barriers=stages),
+        words=plgpu.SMEM((_NUMBERS + 2,), jnp.int32),
+        landed=plgpu.SMEM((stages, 2), jnp.int32) if lands else None,
+        full=plgpu.Barrier(num_arrivals=branches + (not lands), num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         drawn=plgpu.Barrier(num_arrivals=1, num_barriers=_NUMBERS),
     )
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(0))
     leaves, tree = jax.tree.flatten(operands)
+    scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
         count = len(leaves)
-        return jax.tree.unflatten(tree, refs[:count]), refs[count], _Scratch(*refs[count + 1 :])
+        given, held = jax.tree.unflatten(tree, refs[:count]), refs[count + 1 :]
+        return given, refs[count], jax.tree.unflatten(scratch_tree, held)
 
     return plgpu.kernel(
         functools.partial(
@@ -472,7 +469,7 @@ def multiply_blocks(
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        scratch_types=list(scratch),
+        scratch_types=scratch_leaves,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),

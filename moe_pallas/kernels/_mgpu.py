@@ -467,15 +467,23 @@ def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:
 
 
 def gather_tile(
-    x_gmem: Any, token_of: Any, x_smem: Any, first: jax.Array, size: jax.Array, *, interpret: bool
+    x_gmem: Any,
+    token_of: Any,
+    x_smem: Any,
+    first: jax.Array,
+    size: jax.Array,
+    landed_smem: Any,
+    *,
+    interpret: bool,
 ) -> Callable[[jax.Array, jax.Array], None]:
     """Find rows ``token_of[first : first + size]`` of x, size <= 128; return a function that copies them.
 
     Without ``token_of``, rows ``first : first + size``.
 
     ``copy(step, stage)`` starts to copy 64 columns from ``64 * step`` on into stage ``stage`` of ``x_smem``
-    (stages, 128, 64), in the layout of a WGMMA operand. Rows past ``size`` keep what they held: a row of the
-    product depends on its own row alone.
+    (stages, 128, 64), in the layout of a WGMMA operand, and to arrive at the stage's barrier in
+    ``landed_smem`` (`init_landed`) when they are there; interpreted, it waits. Rows past ``size`` keep what
+    they held: a row of the product depends on its own row alone.
     """
     _, block_m, block_k = x_smem.shape
     assert (block_m, block_k) == (128, 64), x_smem.shape
@@ -520,12 +528,13 @@ def gather_tile(
         arg_types=(
             plgpu.RefType(),
             plgpu.RefType(operand_transforms(x_smem.dtype)),
+            plgpu.RefType(),
             held,
             _SCALAR,
             _SCALAR,
         )
     )
-    def gather(ctx: Any, x: Any, operand: Any, tokens: Any, step: Any, stage: Any) -> None:
+    def gather(ctx: Any, x: Any, operand: Any, landed: Any, tokens: Any, step: Any, stage: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         zero = mgpu.utils.c(0, i32)
         rows = {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(tokens.registers.flat)}
@@ -544,16 +553,54 @@ def gather_tile(
             mad.lo.u32 target, r, 128, target;
             xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
             {copies}
-            cp.async.commit_group; }}""",
+            mad.lo.u32 d, %[stage], 8, %[landed];
+            cp.async.mbarrier.arrive.noinc.shared::cta.b64 [d]; }}""",
             x=_address(x),
             operand=_shared_address(operand),
+            landed=_shared_address(landed),
             step=_value(step),
             stage=_value(stage),
             **rows,
         )
 
     found = find(x_gmem if token_of is None else token_of, first, size)
-    return lambda step, stage: gather(x_gmem, x_smem, found, step, stage)
+    return lambda step, stage: gather(x_gmem, x_smem, landed_smem, found, step, stage)
+
+
+def init_landed(landed_smem: Any) -> None:
+    """Make barriers of (stages, 2) words, for a warpgroup's gathers to arrive; in all threads of a CTA."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def init(ctx: Any, landed: Any) -> None:
+        inits = " ".join(
+            f"@p mbarrier.init.shared::cta.b64 [%[landed]+{8 * i}], 128;" for i in range(landed_smem.shape[0])
+        )
+        _ptx(
+            f"""{{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            {inits} fence.mbarrier_init.release.cluster; bar.sync 0; }}""",
+            landed=_shared_address(landed),
+        )
+
+    init(landed_smem)
+
+
+def await_landed(landed_smem: Any, step: jax.Array) -> None:
+    """Wait until the rows of a step are in shared memory, for WGMMA to see."""
+    stages = landed_smem.shape[0]
+    turn = lax.div(step, jnp.int32(stages))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+    def wait(ctx: Any, landed: Any, stage: Any, parity: Any) -> None:
+        _ptx(
+            """{ .reg .pred p; .reg .b32 a; mad.lo.u32 a, %[stage], 8, %[landed];
+            AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [a], %[parity]; @!p bra AGAIN;
+            fence.proxy.async.shared::cta; }""",
+            landed=_shared_address(landed),
+            stage=_value(stage),
+            parity=_value(parity),
+        )
+
+    wait(landed_smem, step - turn * stages, turn & 1)
 
 
 def store_tile(
