@@ -105,15 +105,15 @@ def _objection(problem: Problem, config: SwapABConfig | GroupedGemmConfig, devic
 
 
 def _too_many_tokens(problem: Problem) -> str | None:
-    """Why swap_ab should not do this: an expert's weights would be read again for every 64 tokens."""
+    """Why swap_ab should not do this: its thin products, and weights read again for every 64 tokens."""
     tokens = problem.num_tokens * problem.spec.top_k / problem.spec.num_experts
     if tokens > _MOST_TOKENS_PER_EXPERT:
         return f"{tokens:.0f} tokens an expert are too many, it is fastest up to {_MOST_TOKENS_PER_EXPERT}."
     return None
 
 
-# Provisional: against the portable backend alone. BUILD_NOTES "Measured facts".
-_MOST_TOKENS_PER_EXPERT = 64
+# Where the grouped GEMM overtakes, at T = 128 ... 512: BUILD_NOTES "Measured facts".
+_MOST_TOKENS_PER_EXPERT = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

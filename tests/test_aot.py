@@ -309,7 +309,7 @@ CASES = [
     *(swap_ab_case(model, num_tokens) for model in MODELS for num_tokens in (1, 64)),
     swap_ab_case("qwen3-30b-a3b", 8),
     swap_ab_case("qwen3-next-80b", 8),
-    swap_ab_case("qwen3-30b-a3b", 256),
+    swap_ab_case("qwen3-30b-a3b", 128),
     swap_ab_layer_case(1),
     swap_ab_layer_case(64),
     *(grouped_gemm_case(name, spec, 8192) for name, spec in MODELS.items()),

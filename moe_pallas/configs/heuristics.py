@@ -25,7 +25,7 @@ _STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
 _MAX_STAGES = 6
 _MOST_DOWN_STEPS = 16  # longer items of the second GEMM come out too uneven
 _ROWS = (64, 56, 48, 40, 32)
-_NARROW = 0.575  # time of a tile of 128 weight rows over that of one of 256 in the grouped GEMM: assumed
+_NARROW = 0.55  # time of a tile of 128 weight rows over that of one of 256 in the grouped GEMM
 
 
 @functools.lru_cache(maxsize=1024)
