@@ -217,6 +217,17 @@ def test_groups_interpreted(name: str) -> None:
     check_groups(y, lhs, rhs, sizes, offset, contract_last)
 
 
+def test_items_of_one_step_interpreted() -> None:
+    """The producer is four items ahead: their numbers must not be written over."""
+    sizes = (3, 70, 9, 1, 5, 8)
+    lhs, rhs, group_sizes = grouped_inputs(sizes, sum(sizes), len(sizes), 64, 320, True)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    y = without_races(
+        lambda: grouped_gemm.multiply_groups(lhs, rhs, group_sizes, num_ctas=1, interpret=params)
+    )
+    check_groups(y, lhs, rhs, sizes, 0, True)
+
+
 @pytest.mark.parametrize("name", GROUPS)
 def test_groups_anywhere(name: str) -> None:
     """The public operation, by XLA."""
@@ -436,6 +447,14 @@ def test_groups(contract_last: bool, columns: int, dtype: Any) -> None:
         )
         y = multiply(lhs, rhs, group_sizes, group_offset=offset)
         check_groups(np.asarray(y), lhs, rhs, sizes, offset, contract_last)
+
+
+@pytest.mark.gpu
+def test_items_of_one_step() -> None:
+    sizes = tuple(range(1, 400))  # many for each CTA
+    lhs, rhs, group_sizes = grouped_inputs(sizes, sum(sizes), len(sizes), 64, 320, True)
+    y = jax.jit(grouped_gemm.multiply_groups)(lhs, rhs, group_sizes)
+    check_groups(np.asarray(y), lhs, rhs, sizes, 0, True)
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ _BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
-_NUMBERS = 4  # items whose numbers are kept; the producer is at most num_stages steps ahead, 2 items
+_NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
 
 
 class Operands(NamedTuple):
@@ -427,6 +427,7 @@ def multiply_blocks(
 ) -> jax.Array:
     """Launch the kernel: each block of rows times the weights of its expert."""
     dtype, stages = operands.rows.dtype, config.num_stages
+    assert stages < _NUMBERS, stages
     tile = _mgpu.operand_transforms(dtype)
     branches = 1 if gate_up is None else 2
     lands = operands.block_first is not None and interpret is None  # rows come by cp.async
