@@ -106,14 +106,17 @@ def _objection(problem: Problem, config: SwapABConfig | GroupedGemmConfig, devic
 
 def _too_many_tokens(problem: Problem) -> str | None:
     """Why swap_ab should not do this: its thin products, and weights read again for every 64 tokens."""
-    tokens = problem.num_tokens * problem.spec.top_k / problem.spec.num_experts
-    if tokens > _MOST_TOKENS_PER_EXPERT:
-        return f"{tokens:.0f} tokens an expert are too many, it is fastest up to {_MOST_TOKENS_PER_EXPERT}."
+    spec = problem.spec
+    tokens = problem.num_tokens * spec.top_k / spec.num_experts
+    most = _MOST_TOKENS if spec.intermediate_size > _SHORT_INTERMEDIATE_SIZE else _MOST_TOKENS_IF_SHORT
+    if tokens > most:
+        return f"{tokens:.0f} tokens an expert are too many, it is fastest up to {most}."
     return None
 
 
-# Where the grouped GEMM overtakes, at T = 128 ... 512: BUILD_NOTES "Measured facts".
-_MOST_TOKENS_PER_EXPERT = 16
+# Tokens an expert where the grouped GEMM overtakes, at T = 64 ... 512: BUILD_NOTES "Measured facts". A short
+# contraction of the second GEMM leaves Swap-AB little to do for each result.
+_MOST_TOKENS, _MOST_TOKENS_IF_SHORT, _SHORT_INTERMEDIATE_SIZE = 16, 2, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,9 +72,12 @@ def test_what_kernels_cannot_do_is_xla(options: dict[str, Any], word: str) -> No
 
 
 def test_load_decides_between_the_kernels() -> None:
-    few, many = make_problem(64), make_problem(4096)
+    few, many = make_problem(8), make_problem(4096)
     assert select_backend(few, device=H200).backend == "swap_ab"
     assert select_backend(many, device=H200).backend == "grouped_gemm"
+    problems = {F: make_problem(12, intermediate_size=F) for F in (256, 320)}  # 3 tokens an expert
+    chosen = {F: select_backend(problem, device=H200).backend for F, problem in problems.items()}
+    assert chosen == {256: "grouped_gemm", 320: "swap_ab"}
     for backend in ("swap_ab", "grouped_gemm"):
         for problem in (few, many):
             asked = select_backend(problem, backend, device=H200)
