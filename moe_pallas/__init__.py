@@ -4,7 +4,7 @@ from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts, fused_moe
 from moe_pallas.grouped import grouped_gemm
 from moe_pallas.layers import MoE, MoEAux
-from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.oracle import Explanation, Selection, explain, select_backend
 from moe_pallas.quant import QTensor, dequantize, quantize, quantize_experts
 from moe_pallas.routing import Routing, load_balance_loss, route, router_z_loss
 from moe_pallas.sharding import Sharding
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "ActivationScales",
+    "Explanation",
     "GateUp",
     "GroupScore",
     "MoE",
@@ -42,6 +43,7 @@ __all__ = [
     "WeightOn",
     "WeightScales",
     "dequantize",
+    "explain",
     "fused_experts",
     "fused_moe",
     "grouped_gemm",

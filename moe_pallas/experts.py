@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_pallas import xla
-from moe_pallas.oracle import Selection, select_backend
+from moe_pallas.oracle import Selection, announce, select_backend
 from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
 from moe_pallas.spec import FP8, MoESpec, Problem, check_array, check_dtype, check_spec
@@ -174,7 +174,9 @@ def _select(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec, backend: str)
         quant="none" if scheme is None else scheme.name,
         activation_scales=None if scheme is None else scheme.activations,
     )
-    return select_backend(problem, backend)
+    selection = select_backend(problem, backend)
+    announce(problem, selection)
+    return selection
 
 
 def _xla_moe(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_pallas.activations import activate
 from moe_pallas.experts import fused_moe, token_mask
-from moe_pallas.oracle import Selection, check_backend, select_backend
+from moe_pallas.oracle import Explanation, Selection, check_backend, explain, select_backend
 from moe_pallas.quant import QTensor, check_qtensor, dequantize, round_activations, scale_of_x
 from moe_pallas.routing import (
     Routing,
@@ -217,12 +217,18 @@ class MoE:
 
         ``quant``: How the experts are quantised, see `Problem`.
         """
+        return select_backend(self._problem(num_tokens, dtype, quant), self.backend)
+
+    def explain(self, num_tokens: int, dtype: Any = jnp.bfloat16, quant: str = "none") -> Explanation:
+        """Say why that backend, and why not the others; arguments as in ``select_backend``."""
+        return explain(self._problem(num_tokens, dtype, quant), self.backend)
+
+    def _problem(self, num_tokens: int, dtype: Any, quant: str) -> Problem:
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
         spec = self.spec
         if self.sharding is not None:
             spec, num_tokens = self.sharding.seen_by_experts(spec, num_tokens)
-        problem = Problem(spec=spec, num_tokens=num_tokens, dtype=name, quant=quant)
-        return select_backend(problem, self.backend)
+        return Problem(spec=spec, num_tokens=num_tokens, dtype=name, quant=quant)
 
     def _apply_sharded(
         self, sharding: Sharding, params: Params, x: jax.Array, mask: jax.Array | None, return_aux: bool

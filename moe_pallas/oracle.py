@@ -9,16 +9,20 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import logging
 from collections.abc import Iterator
 
 from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
-from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
+from moe_pallas.configs.heuristics import active_experts, default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.errors import UnsupportedError
-from moe_pallas.spec import DeviceInfo, MoESpec, Problem
+from moe_pallas.spec import FP8, DeviceInfo, MoESpec, Problem
 
 BACKENDS = ("swap_ab", "grouped_gemm", "xla")
 PORTABLE_BACKENDS = ("xla",)  # run wherever JAX does, on every problem
+
+Config = SwapABConfig | GroupedGemmConfig
 
 _assumed: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("assumed_device", default=None)
 
@@ -36,7 +40,7 @@ class Selection:
 
     backend: str
     reason: str
-    config: SwapABConfig | GroupedGemmConfig | None = None
+    config: Config | None = None
     device: DeviceInfo
 
 
@@ -65,26 +69,25 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
     check_backend(backend)
     device = device or current_device()
     if backend == "xla":
-        return Selection(backend=backend, reason="asked for explicitly", device=device)
-    configs: dict[str, SwapABConfig | GroupedGemmConfig] = {
-        "swap_ab": default_swap_ab(problem),
-        "grouped_gemm": default_grouped_gemm(problem),
-    }
-    if backend in configs:
-        config = configs[backend]
-        if objection := _objection(problem, config, device):
+        return Selection(backend=backend, reason=_ASKED_FOR, device=device)
+    kernels = _kernels(problem, device)
+    if backend in kernels:
+        config, objection = kernels[backend]
+        if objection:
             raise UnsupportedError(backend, objection, "backend='xla', or 'auto'.")
-        return Selection(backend=backend, reason="asked for explicitly", config=config, device=device)
+        return Selection(backend=backend, reason=_ASKED_FOR, config=config, device=device)
     objections = []
     for name, reason in _REASONS.items():
-        objection = _objection(problem, configs[name], device)
+        config, objection = kernels[name]
         if name == "swap_ab":
             objection = objection or _too_many_tokens(problem)
         if objection is None:
-            return Selection(backend=name, reason=reason, config=configs[name], device=device)
+            return Selection(backend=name, reason=reason, config=config, device=device)
         objections.append(f"{name}: {objection}")
     return Selection(backend="xla", reason=" ".join(objections), device=device)
 
+
+_ASKED_FOR = "asked for explicitly"
 
 # Why "auto" takes a kernel, in the order in which they are asked.
 _REASONS = {
@@ -93,7 +96,16 @@ _REASONS = {
 }
 
 
-def _objection(problem: Problem, config: SwapABConfig | GroupedGemmConfig, device: DeviceInfo) -> str | None:
+def _kernels(problem: Problem, device: DeviceInfo) -> dict[str, tuple[Config, str | None]]:
+    """Of each kernel, the configuration for a call, and why it can't do it here, if so."""
+    configs: dict[str, Config] = {
+        "swap_ab": default_swap_ab(problem),
+        "grouped_gemm": default_grouped_gemm(problem),
+    }
+    return {name: (config, _objection(problem, config, device)) for name, config in configs.items()}
+
+
+def _objection(problem: Problem, config: Config, device: DeviceInfo) -> str | None:
     """Why the kernel of this configuration can't do this here."""
     if not device.is_hopper:
         return (
@@ -117,6 +129,127 @@ def _too_many_tokens(problem: Problem) -> str | None:
 # Tokens an expert where the grouped GEMM overtakes, at T = 64 ... 512: BUILD_NOTES "Measured facts". A short
 # contraction of the second GEMM leaves Swap-AB little to do for each result.
 _MOST_TOKENS, _MOST_TOKENS_IF_SHORT, _SHORT_INTERMEDIATE_SIZE = 16, 2, 256
+
+
+# Read bandwidth in TB/s and bf16 products in TFLOP/s, measured: benchmarks/results.
+_ROOFS = {"NVIDIA H200": (4.5, 790.0)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why a call is served as it is; ``print`` shows it.
+
+    Attributes:
+      problem: The call.
+      selection: What serves it.
+      rejected: The other backends, each with why not.
+      experts_hit: Experts that some token visits, on average over uniform routings.
+      min_bytes: That must be moved at least: the weights of these experts, x and y.
+      flops: Of the products.
+      floor_us: The time of either at the device's measured roofs; None where these are not known.
+      smem_bytes: Shared memory of a CTA of the kernel; 0 without one.
+      workspace_bytes: Global memory for intermediate results; None without a kernel: XLA decides.
+    """
+
+    problem: Problem
+    selection: Selection
+    rejected: tuple[tuple[str, str], ...]
+    experts_hit: float
+    min_bytes: int
+    flops: int
+    floor_us: float | None
+    smem_bytes: int
+    workspace_bytes: int | None
+
+    def __str__(self) -> str:
+        lines = [f"{_headline(self.problem, self.selection)}: {self.selection.reason}"]
+        if self.selection.config is not None:
+            workspace = _size(self.workspace_bytes or 0)
+            lines.append(f"{self.selection.config}, by the cost model")
+            lines.append(f"{self.smem_bytes} bytes of shared memory a CTA, {workspace} of workspace")
+        floor = "unknown" if self.floor_us is None else f"{self.floor_us:.1f} us"
+        lines.append(
+            f"floor {floor}: {_size(self.min_bytes)} for {self.experts_hit:.1f} experts hit, "
+            f"{self.flops / 1e9:.2f} GFLOP, uniform routing"
+        )
+        lines += [f"not {name}: {reason}" for name, reason in self.rejected]
+        return "\n  ".join(lines)
+
+
+def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | None = None) -> Explanation:
+    """Say which backend serves a call, why, and why not the others.
+
+    Args:
+      problem: The call.
+      backend: As in `select_backend`, which it agrees with.
+      device: Where the call runs; JAX's default device if None.
+
+    Returns:
+      `Explanation`.
+
+    Raises:
+      ValueError, UnsupportedError: As `select_backend`.
+
+    Example:
+      >>> from moe_pallas import MoESpec, Problem, explain
+      >>> from moe_pallas.spec import H200
+      >>> spec = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+      >>> why = explain(Problem(spec=spec, num_tokens=4096, dtype="bfloat16"), device=H200)
+      >>> print(str(why).splitlines()[-2].strip())
+      not swap_ab: 256 tokens an expert are too many, it is fastest up to 16.
+    """
+    selection = select_backend(problem, backend, device=device)
+    spec, config = problem.spec, selection.config
+    comes_first = "not asked for" if backend != "auto" else f"{selection.backend} is taken before it"
+    rejected = []
+    for name, (_, objection) in _kernels(problem, selection.device).items():
+        if name == "swap_ab" and backend == "auto":
+            objection = objection or _too_many_tokens(problem)
+        if name != selection.backend:
+            rejected.append((name, objection or comes_first))
+    if selection.backend != "xla":
+        rejected.append(("xla", comes_first))
+    hit = active_experts(problem.num_tokens, spec)
+    matrices = 3 if spec.gated else 2
+    products = matrices * spec.hidden_size * spec.intermediate_size
+    row_bytes = 2 * spec.hidden_size * _ITEMSIZES[problem.dtype]
+    min_bytes = round(hit * products * _ITEMSIZES[str(problem.weight_dtype)]) + problem.num_tokens * row_bytes
+    flops = 2 * problem.num_tokens * spec.top_k * products
+    roofs = _ROOFS.get(selection.device.name) if problem.weight_dtype == "bfloat16" else None
+    return Explanation(
+        problem=problem,
+        selection=selection,
+        rejected=tuple(rejected),
+        experts_hit=hit,
+        min_bytes=min_bytes,
+        flops=flops,
+        floor_us=max(min_bytes / roofs[0], flops / roofs[1]) / 1e6 if roofs else None,
+        smem_bytes=0 if config is None else config.smem_bytes(problem),
+        workspace_bytes=None if config is None else config.workspace_bytes(problem),
+    )
+
+
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+
+
+def _headline(problem: Problem, selection: Selection) -> str:
+    spec, device = problem.spec, selection.device
+    return (
+        f"{selection.backend} serves T={problem.num_tokens}, E={spec.num_experts}, top_k={spec.top_k}, "
+        f"D={spec.hidden_size}, F={spec.intermediate_size}, {problem.dtype}"
+        f"{'' if problem.quant == 'none' else ', ' + problem.quant} on {device.name or device.platform}"
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def announce(problem: Problem, selection: Selection) -> None:
+    """Log what serves a call, once for each kind of call: a warning where a Hopper GPU has to fall back."""
+    falls_back = selection.device.is_hopper and selection.backend == "xla" and selection.reason != _ASKED_FOR
+    level = logging.WARNING if falls_back else logging.INFO
+    _log.log(level, "%s: %s", _headline(problem, selection), selection.reason)
+
+
+_log = logging.getLogger("moe_pallas")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

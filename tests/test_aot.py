@@ -133,12 +133,7 @@ def apply_layer(params: dict[str, jax.Array], x: jax.Array, *, spec: MoESpec) ->
 def swap_ab_temp_bytes(spec: MoESpec, num_tokens: int) -> int:
     """Upper bound: h, the slots' results and parts, as the configuration says; 1 KiB of alignment each."""
     problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
-    config = default_swap_ab(problem)
-    rows = config.max_rows(problem)
-    h = 2 * rows * spec.intermediate_size
-    slots = 4 * config.down_splits * rows * spec.hidden_size
-    parts = 4 * config.max_up_items(problem) * 128 * config.block_m
-    return h + slots + (parts if config.up_splits > 1 else 0) + 3 * 1024
+    return default_swap_ab(problem).workspace_bytes(problem) + 3 * 1024
 
 
 def swap_ab_case(model: str, num_tokens: int) -> aot.Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.cases import MODELS
-from moe_pallas import MoE, MoESpec, Problem, UnsupportedError, fused_moe, select_backend
+from moe_pallas import MoE, MoESpec, Problem, UnsupportedError, explain, fused_moe, select_backend
 from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig
 from moe_pallas.oracle import BACKENDS, PORTABLE_BACKENDS, Selection, assume_device, current_device
@@ -69,6 +70,51 @@ def test_what_kernels_cannot_do_is_xla(options: dict[str, Any], word: str) -> No
         with pytest.raises(UnsupportedError, match=word):
             select_backend(problem, kernel, device=H200)
     assert select_backend(problem, "xla", device=H200).reason == "asked for explicitly"
+
+
+def test_explain_agrees_and_gives_reasons() -> None:
+    for problem in (make_problem(8), make_problem(4096), make_problem(8, dtype="float32")):
+        for backend in ("auto", "xla"):
+            why = explain(problem, backend, device=H200)
+            assert why.selection == select_backend(problem, backend, device=H200)
+            assert {name for name, _ in why.rejected} == set(BACKENDS) - {why.selection.backend}
+            assert all(reason for _, reason in why.rejected)
+            text = str(why)
+            assert text.startswith(f"{why.selection.backend} serves T={problem.num_tokens}, E=8")
+            assert all(f"not {name}: {reason}" in text for name, reason in why.rejected)
+    with pytest.raises(UnsupportedError, match="float32"):
+        explain(make_problem(dtype="float32"), "swap_ab", device=H200)
+
+
+def test_explain_counts() -> None:
+    """One token visits top_k experts; the H200's roofs are measured, another device's unknown."""
+    problem = make_problem(1, num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+    why = explain(problem, device=H200)
+    assert why.experts_hit == pytest.approx(8)
+    assert why.min_bytes == 8 * 3 * 2048 * 768 * 2 + 2 * 2048 * 2
+    assert why.flops == 2 * 8 * 3 * 2048 * 768
+    assert why.floor_us == pytest.approx(why.min_bytes / 4.5e6)
+    assert 0 < why.smem_bytes <= SMEM_BYTES
+    assert why.workspace_bytes is not None and why.workspace_bytes > 0
+    other = explain(problem, device=CPU)
+    assert (other.selection.backend, other.floor_us, other.smem_bytes) == ("xla", None, 0)
+    assert other.workspace_bytes is None
+    assert MoE(problem.spec).explain(1) == explain(problem)
+
+
+def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """At info; a warning if a Hopper GPU has to fall back, not if it was told to."""
+    spec = dataclasses.replace(SPEC, num_experts=11)  # no other test's
+    tokens = [jnp.zeros((3, width), jnp.float32) for width in (spec.hidden_size, 11)]
+    weights = [jnp.zeros(spec.param_shapes[name], jnp.float32) for name in ("w13", "w2")]
+    for backend, level in (("xla", logging.INFO), ("auto", logging.WARNING)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="moe_pallas"), assume_device(H200):
+            for _ in range(2):
+                fused_moe(*tokens, *weights, spec=spec, backend=backend)
+        (record,) = caplog.records
+        assert record.levelno == level
+        assert record.getMessage().startswith("xla serves T=3, E=11, top_k=2")
 
 
 def test_load_decides_between_the_kernels() -> None:

@@ -44,7 +44,7 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
         block_m *= 2
     spec = problem.spec
     slots = problem.num_tokens * spec.top_k
-    blocks = round(max(_active_experts(problem.num_tokens, spec), slots / block_m))
+    blocks = round(max(active_experts(problem.num_tokens, spec), slots / block_m))
     # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
     cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
     candidates = _candidates(spec, block_m)
@@ -89,10 +89,10 @@ def _blocks(problem: Problem, block_m: int) -> float:
         0.5 * math.erfc((j * block_m + 0.5 - mean) / deviation / math.sqrt(2))
         for j in range(1, problem.num_tokens // block_m + 1)
     )
-    return _active_experts(problem.num_tokens, spec) + spec.num_experts * sum(more)
+    return active_experts(problem.num_tokens, spec) + spec.num_experts * sum(more)
 
 
-def _active_experts(num_tokens: int, spec: MoESpec) -> float:
+def active_experts(num_tokens: int, spec: MoESpec) -> float:
     """Experts that some token visits, on average over uniform routings."""
     return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** num_tokens)
 

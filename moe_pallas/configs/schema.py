@@ -125,6 +125,12 @@ class SwapABConfig:
         lists = self._list_bytes(problem) if self.makes_lists(problem) else 0
         return self.num_stages * self._stage_bytes() + lists + _BARRIER_BYTES
 
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Count the global memory of what the phases leave to each other: h, the slots, parts of a split."""
+        spec, rows = problem.spec, self.max_rows(problem)
+        parts = 2 * self.HALF * self.block_m * self.max_up_items(problem) if self.up_splits > 1 else 0
+        return 2 * rows * spec.intermediate_size + 4 * (self.down_splits * rows * spec.hidden_size + parts)
+
     def makes_lists(self, problem: Problem) -> bool:
         """Whether the kernel finds out by itself where tokens go, and has no plan made for it before."""
         if supports_ids(problem.spec, problem.num_tokens) is not None:
@@ -200,7 +206,12 @@ class GroupedGemmConfig:
         active = min(problem.spec.num_experts, slots)
         return 8 * ((slots + 7 * active) // 8) + self.BLOCK_M
 
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Count the global memory of what one launch leaves to the next: h and the slots."""
+        spec = problem.spec
+        return 2 * self.max_rows(problem) * (spec.intermediate_size + spec.hidden_size)
+
     def smem_bytes(self, problem: Problem) -> int:
-        """Shared memory of a CTA: the ring, two tiles of results for each of two warpgroups, barriers."""
+        """Shared memory of a CTA: the ring, four tiles of results, words and barriers."""
         stage = (self.BLOCK_M + max(self.up_block_n, self.down_block_n)) * self.BLOCK_K * 2
-        return self.num_stages * stage + 4 * 64 * 64 * 2 + 2048
+        return self.num_stages * stage + 4 * 64 * 64 * 2 + 3 * 1024
