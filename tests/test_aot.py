@@ -175,12 +175,13 @@ def swap_ab_option_case(name: str, num_tokens: int, **options: Any) -> aot.Case:
     spec = MoESpec(**sizes, expert_bias=True, **options)
     case = layer_case("", spec, num_tokens, max_launches=200)
     biases = shapes(spec.param_shapes["b13"], spec.param_shapes["b2"])
+    plan = ("plan_count", "plan_place") if "weight_on" in options else ()
     return replace(
         case,
         name=f"swap_ab-{name}-{num_tokens}",
         function=functools.partial(on_h200, functools.partial(moe_with_biases, spec=spec)),
         args=(*case.args, *biases),
-        kernels=("swap_ab",),
+        kernels=(*plan, "swap_ab"),
         max_registers=168,
         max_temp_bytes=100_000_000,
     )
@@ -307,7 +308,7 @@ CASES = [
     swap_ab_case("qwen3-30b-a3b", 128),
     swap_ab_layer_case(1),
     swap_ab_layer_case(64),
-    *(grouped_gemm_case(name, spec, 8192) for name, spec in MODELS.items()),
+    grouped_gemm_case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], 8192),  # the layers below have the others
     grouped_gemm_case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], 512),
     grouped_gemm_case("mixtral-8x7b", MODELS["mixtral-8x7b"], 512),  # narrow tiles
     *(
