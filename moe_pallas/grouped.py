@@ -139,6 +139,8 @@ def _check(lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: bool, group_offs
             f"lhs has shape {lhs.shape}, rhs {rhs.shape}; need (R, K) and {need} with "
             f"transpose_rhs={transpose_rhs}."
         )
+    if not len(rhs):
+        raise ValueError(f"rhs has shape {rhs.shape}; need one matrix at least.")
     groups = group_sizes.shape
     if len(groups) != 1 or groups[0] < len(rhs) or (group_offset is None and groups[0] != len(rhs)):
         raise ValueError(

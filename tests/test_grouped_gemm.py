@@ -217,6 +217,19 @@ def test_groups_interpreted(name: str) -> None:
     check_groups(y, lhs, rhs, sizes, offset, contract_last)
 
 
+def test_rows_that_are_not_there_have_no_group() -> None:
+    """Sizes that add up to more than the rows: nothing is read or written past the end."""
+    lhs, rhs, _ = grouped_inputs((50, 40, 0), 90, 3, 128, 128, True)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    for sizes in ((50, 60, 5), (50, 40, 2**30)):
+        y = without_races(
+            lambda sizes=sizes: grouped_gemm.multiply_groups(
+                lhs, rhs, jnp.array(sizes, jnp.int32), num_ctas=2, interpret=params
+            )
+        )
+        check_groups(y, lhs, rhs, (50, 40, 0), 0, True)
+
+
 def test_items_of_one_step_interpreted() -> None:
     """The producer is four items ahead: their numbers must not be written over."""
     sizes = (3, 70, 9, 1, 5, 8)
@@ -269,6 +282,8 @@ def test_groups_refused() -> None:
         public_grouped_gemm(lhs, rhs, sizes, transpose_rhs=True, backend="grouped_gemm")
     with assume_device(H200), pytest.raises(UnsupportedError, match="multiples of 64"):
         public_grouped_gemm(lhs[:, :96], rhs[:, :, :96], sizes, transpose_rhs=True, backend="grouped_gemm")
+    with pytest.raises(ValueError, match="one matrix at least"):
+        public_grouped_gemm(lhs, rhs[:0], sizes[:0], transpose_rhs=True)
     with pytest.raises(ValueError, match="no backend 'fast'"):
         public_grouped_gemm(lhs, rhs, sizes, transpose_rhs=True, backend="fast")
     with pytest.raises(ValueError, match=r"need \(R, K\) and \(G, K, N\)"):
@@ -447,6 +462,21 @@ def test_groups(contract_last: bool, columns: int, dtype: Any) -> None:
         )
         y = multiply(lhs, rhs, group_sizes, group_offset=offset)
         check_groups(np.asarray(y), lhs, rhs, sizes, offset, contract_last)
+
+
+@pytest.mark.gpu
+def test_independent_products_of_one_program() -> None:
+    """They share their counters: graphs must run one after the other."""
+    lhs, rhs, group_sizes = grouped_inputs((300, 500, 1), 801, 3, 320, 704, True)
+
+    @jax.jit
+    def both(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(grouped_gemm.multiply_groups(lhs, factor * rhs, sizes) for factor in (1, 2))
+
+    for _ in range(6):
+        once, twice = (np.asarray(y, np.float32) for y in both(lhs, rhs, group_sizes))
+        assert_same_bits(twice, 2 * once)
+        check_groups(once, lhs, rhs, (300, 500, 1), 0, True)
 
 
 @pytest.mark.gpu

@@ -317,6 +317,7 @@ def test_it_fits_in_the_registers(
         (make_spec(8, 2), 0, "num_tokens=0", "num_tokens=0"),
         (make_spec(64, 8), 132 * 8192, "65536 slots", "65536 slots"),
         (make_spec(64, 8), 132 * 7500, "bytes of shared memory", None),
+        (make_spec(1536, 2), 1_400_000, "2150400000 logits", None),
     ],
     ids=str,
 )

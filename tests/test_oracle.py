@@ -307,6 +307,13 @@ def test_tiles_are_narrow_where_few_rounds_come_out_uneven() -> None:
     assert all(tiles(model, 8192) == (256, 256) for model in MODELS)
 
 
+def test_a_plan_has_entries_to_the_end_of_the_last_block() -> None:
+    problem = make_problem(41, num_experts=3, top_k=1, weight_on="input")
+    config = SwapABConfig(block_m=64, num_stages=3)
+    last_row = 8  # 8 tokens at one expert, 33 at another: its block is read from there on, 64 wide
+    assert config.plan_rows(problem) >= last_row + config.block_m
+
+
 def test_default_configs_of_any_size_are_legal() -> None:
     for size in range(128, 16384 + 1, 64):
         for options in ({"hidden_size": size}, {"intermediate_size": size}):

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference
 from moe_pallas.configs.schema import SwapABConfig
-from moe_pallas.kernels import swap_ab
+from moe_pallas.kernels import _mgpu, swap_ab
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200
 from moe_pallas.testing import LOADS, assert_close, random_logits, random_params, random_tokens
@@ -390,6 +390,15 @@ def test_shape_is_lowered(spec: MoESpec, num_tokens: int) -> None:
     launches = 3 if num_tokens > 128 or num_tokens * spec.num_experts > 2**15 else 1
     assert count_launches(moe_program(spec), *as_structs(x, logits, w13, w2)) == launches
     assert count_launches(experts_program(spec), *as_structs(x, routing, w13, w2)) == launches
+
+
+def test_flags_look_like_no_other_constant() -> None:
+    """XLA merges equal constants, and the kernel writes to this one: a user's must not be the same."""
+    for count in (0, 3, 1000):
+        words = _mgpu.new_flags(count).view(np.int64)
+        assert len(words) == _mgpu.HEADER_FLAGS + count
+        assert not np.delete(words, range(4, 8)).any()  # counters and flags
+        assert np.count_nonzero(words[4:8]) == 3
 
 
 # On a GPU

@@ -116,6 +116,10 @@ class SwapABConfig:
         slots = problem.num_tokens * problem.spec.top_k
         return 8 * ((slots + 7 * self.max_blocks(problem)) // 8)
 
+    def plan_rows(self, problem: Problem) -> int:
+        """Entries of a plan by rows: those of the last block are read to its full width."""
+        return self.max_rows(problem) + self.block_m
+
     def max_up_items(self, problem: Problem) -> int:
         """Most items of the first GEMM."""
         return self.max_blocks(problem) * self.up_tiles(problem.spec) * self.up_splits

@@ -20,7 +20,7 @@ runs on across items. Barriers in shared memory:
     name    arrivals   who arrives                                               who waits
     full    2 (1)      TMA, gate and up (or the only branch); one more for        both consumers
             + 1        rows that come by TMA
-    landed  128        cp.async, of each thread of the producer, for a tile of    both consumers
+    landed  128        cp.async, of each thread of the producer, for a tile of    consumers that have rows
                        gathered rows
     empty   2          each consumer, one step late                              producer
     drawn   1          producer: the next item's number is in shared memory      both consumers

@@ -3,14 +3,14 @@
 Most of it are a few instructions of PTX that Pallas has no word for: flags in global memory by which CTAs
 of one launch wait for each other, the gather of token rows into a WGMMA operand, and a transposed store.
 
-Flags are 64-bit words that hold the number of the launch that set them last, so that nothing is ever
-reset: a flag is up if it holds the number of the running launch. The number comes from a ticket counter at
-the head of the same buffer, which every CTA draws from once and which each launch raises by
-`_TICKETS_PER_LAUNCH`; a second counter is raised by CTAs that leave. The buffer is a constant of the program
-that the kernel writes to, which XLA does not know: what the buffer held between any two launches is a valid
-start for the next, so a copy of it does as well. What must not happen is that two launches share a buffer
-at the same time. On one stream they can't; if they do, the counters show it, and the kernel ends with an
-error.
+Flags are 64-bit words that hold the number of the launch that set them last, so that they are never reset: a
+flag is up if it holds the number of the running launch. The number comes from a ticket counter at the head of
+the same buffer, which every CTA draws from once and which each launch raises by `_TICKETS_PER_LAUNCH`; a
+second counter is raised by CTAs that leave, and a third, of items, is 0 again at the end. The buffer is a
+constant of the program that the kernel writes to, which XLA does not know: what the buffer held between any
+two launches is a valid start for the next, so a copy of it does as well, and launches may share one. They
+must not do so at the same time. On one stream they can't; if they do, the counters show it, and the kernel
+ends with an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from jaxlib.mlir.dialects import llvm
 
 HEADER_FLAGS = 16  # words before the first flag: the counters of tickets, and a sector on that of items
 _ITEM_COUNTER = 8
+_SIGNATURE_WORD = 4  # random, in words that are never looked at
+_SIGNATURE = np.array([0x5A3C91E7, 0x1D48B60F, 0x72E90A3B, 0x2C65F8D4, 0x0B97E3A1, 0x68D21C5F], np.int32)
 _TICKETS_PER_LAUNCH = 256
 _NO_LAUNCH = -1
 _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not look like a hang
@@ -59,7 +61,8 @@ def operand_transforms(dtype: Any) -> tuple[Any, ...]:
 def new_flags(count: int) -> np.ndarray:
     """Initial flags, as the 32-bit halves of ``HEADER_FLAGS + count`` words."""
     flags = np.zeros(2 * (HEADER_FLAGS + count), np.int32)
-    flags[-1] = 1  # of the unused tail: a constant of zeros only, XLA would write anew in every call
+    # XLA merges equal constants, and makes one of zeros only anew in every call: no other may look like this.
+    flags[2 * _SIGNATURE_WORD :][: len(_SIGNATURE)] = _SIGNATURE
     return flags
 
 
@@ -94,8 +97,8 @@ def _value(scalar: Any) -> ir.Value:
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
     """Note the number of this launch in ``epoch_smem`` (2 words), for this warpgroup to see.
 
-    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait ends this one: a trap
-    here would make ptxas wait for each WGMMA that follows.
+    If another launch is found to use the flags, it is `_NO_LAUNCH`, and the first wait, or `check_alone`,
+    ends this one: a trap here would make ptxas wait for each WGMMA that follows.
     """
     bits = _TICKETS_PER_LAUNCH.bit_length() - 1
 

@@ -61,6 +61,7 @@ from moe_pallas.routing import Routing
 from moe_pallas.spec import MoESpec, WeightOn
 
 _MAX_COUNT = 0xFFFF
+_MOST_LOGITS = (1 << 31) - 1  # indices are signed words
 _MOST_HELD = 4  # ids that a lane keeps in registers
 _MOST_LOADED = 24  # counts that a thread waits for at the same time
 
@@ -113,6 +114,8 @@ def supports_logits(spec: MoESpec, num_tokens: int, num_ctas: int) -> str | None
     """Say why these launches can't choose experts by logits; None if they can."""
     if reason := supports_choice(spec) or supports_ids(spec, num_tokens, num_ctas):
         return reason
+    if num_tokens * spec.num_experts > _MOST_LOGITS:
+        return f"{num_tokens * spec.num_experts} logits are more than {_MOST_LOGITS}"
     if (need := 4 * _choice_words(spec, _split(spec, num_tokens, num_ctas))) > SMEM_BYTES:
         return f"the choices of a CTA need {need} bytes of shared memory, of which it has {SMEM_BYTES}"
     return None

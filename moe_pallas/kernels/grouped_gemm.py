@@ -211,10 +211,11 @@ def multiply_groups(
       (R, N) in lhs's dtype, accumulated in float32. Rows of other groups, or of none, are 0.
     """
     num_rows, num_groups = len(lhs), len(rhs)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(group_sizes, dtype=jnp.int32)])
-    sizes = lax.dynamic_slice_in_dim(group_sizes.astype(jnp.int32), group_offset, num_groups)
+    # Rows that are not there have no group, whatever the sizes say: the kernel's stores are not checked.
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0), dtype=jnp.int32), num_rows)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     firsts = lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)
-    blocks = cut_groups(sizes, firsts, config.BLOCK_M, num_rows)
+    blocks = cut_groups(jnp.diff(firsts), firsts, config.BLOCK_M, num_rows)
     return multiply_blocks(
         Operands(
             lhs,

@@ -1,5 +1,7 @@
 """Swap-AB: a whole MoE layer for few tokens in one launch, weights on the 64-row side of WGMMA.
 
+Past 128 tokens or 32,768 logits, and with weights on the input, two launches before it make the plan.
+
     h[r]  = activation(w13[e] @ x[token of r] (+ b13[e]))     for each row r of expert e, in x's dtype
     s[r]  = w2[e] @ h[r] (+ b2[e])                            float32
     y[t]  = sum over slots j of weight[t, j] * s[row of (t, j)]   float32, in slot order, rounded once
@@ -386,7 +388,7 @@ def fused_moe(
     if config.makes_lists(problem):
         operands = operands._replace(logits=logits, correction_bias=correction_bias, real=real)
     else:
-        cut = {"block_m": config.block_m, "num_rows": config.max_rows(problem), "num_ctas": num_ctas}
+        cut = {"block_m": config.block_m, "num_rows": config.plan_rows(problem), "num_ctas": num_ctas}
         operands = operands._replace(plan=_plan.plan_logits(logits, correction_bias, real, spec, **cut))
     return _run(operands, spec, config, num_ctas, None)
 
@@ -428,7 +430,7 @@ def fused_experts(
     if interpret is None and config.makes_lists(problem):
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
     else:
-        cut: Any = {"block_m": config.block_m, "num_rows": config.max_rows(problem), "num_ctas": num_ctas}
+        cut: Any = {"block_m": config.block_m, "num_rows": config.plan_rows(problem), "num_ctas": num_ctas}
         operands = operands._replace(plan=_plan.plan_ids(routing, spec, **cut, interpret=interpret))
     return _run(operands, spec, config, num_ctas, interpret)
 
