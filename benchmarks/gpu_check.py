@@ -76,9 +76,10 @@ def main(argv: Sequence[str]) -> int:
         kind, _, model = options.case.partition(":")
         {"correctness": correctness, "stress": stress}[kind](model, options)
         return 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup, say, it is ignored and stays so
-            signal.signal(number, _exit)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Under nohup, say, one is ignored and stays so.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _Ending.exit)
     outcomes = []
     for name, command in _commands(options):
         print(f"\n== {name}", flush=True)
@@ -95,16 +96,36 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _exit(number: int, frame: types.FrameType | None) -> None:
-    """End by an exception, which `run_case` sees, as Ctrl-C does."""
-    sys.exit(128 + number)
+class _Ending:
+    """Signals end by an exception, which `run_case` sees; they are held while a case is being started."""
+
+    held: list[int] | None = None
+
+    @classmethod
+    def exit(cls, number: int, frame: types.FrameType | None = None) -> None:
+        if cls.held is None:
+            sys.exit(128 + number)
+        cls.held.append(number)
+
+    @classmethod
+    def let_go(cls) -> None:
+        """Let signals act again, first those that came meanwhile."""
+        held, cls.held = cls.held, None
+        for number in held or ():
+            cls.exit(number)
 
 
 def run_case(command: Sequence[str], timeout_s: float) -> str:
     """Run a command, its output to ours; returns ``"ok"`` or what went wrong."""
     # In a session of its own, so that a timeout ends its children too.
-    process = subprocess.Popen(command, cwd=_ROOT, start_new_session=True)
+    _Ending.held = []
     try:
+        process = subprocess.Popen(command, cwd=_ROOT, start_new_session=True)
+    except BaseException:
+        _Ending.held = None
+        raise
+    try:
+        _Ending.let_go()
         status = process.wait(timeout_s)
     except BaseException as error:
         # If this process is to end, so must the case: nothing else would end it, and it holds the GPU.

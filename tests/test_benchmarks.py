@@ -608,6 +608,22 @@ def test_gpu_check_that_is_ended_leaves_no_case_running(number: signal.Signals) 
                 os.kill(child, signal.SIGKILL)
 
 
+def test_gpu_check_that_is_ended_while_it_starts_a_case_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case runs before its starter knows of it: the signal waits until it does."""
+    started, popen = [], subprocess.Popen
+
+    def start(*args: Any, **rest: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **rest))
+        gpu_check._Ending.exit(signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(SystemExit, match="143"):
+        gpu_check.run_case([sys.executable, "-c", "import time; time.sleep(600)"], 60)
+    assert started[0].wait(10) == -signal.SIGKILL
+    assert gpu_check._Ending.held is None
+
+
 def _is_gone_within(seconds: float, process: int) -> bool:
     """Whether a process ends in time; who ends it may not be the one to bury it."""
     end = time.monotonic() + seconds
