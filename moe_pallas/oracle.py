@@ -70,7 +70,7 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
     device = device or current_device()
     if backend == "xla":
         return Selection(backend=backend, reason=_ASKED_FOR, device=device)
-    kernels = _kernels(problem, device)
+    kernels = _kernels(problem, backend, device)
     if backend in kernels:
         config, objection = kernels[backend]
         if objection:
@@ -79,8 +79,6 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
     objections = []
     for name, reason in _REASONS.items():
         config, objection = kernels[name]
-        if name == "swap_ab":
-            objection = objection or _too_many_tokens(problem)
         if objection is None:
             return Selection(backend=name, reason=reason, config=config, device=device)
         objections.append(f"{name}: {objection}")
@@ -96,13 +94,16 @@ _REASONS = {
 }
 
 
-def _kernels(problem: Problem, device: DeviceInfo) -> dict[str, tuple[Config, str | None]]:
-    """Of each kernel, the configuration for a call, and why it can't do it here, if so."""
+def _kernels(problem: Problem, backend: str, device: DeviceInfo) -> dict[str, tuple[Config, str | None]]:
+    """Of each kernel, the configuration for a call, and why it can't (or by "auto" should not) do it here."""
     configs: dict[str, Config] = {
         "swap_ab": default_swap_ab(problem),
         "grouped_gemm": default_grouped_gemm(problem),
     }
-    return {name: (config, _objection(problem, config, device)) for name, config in configs.items()}
+    objections = {name: _objection(problem, config, device) for name, config in configs.items()}
+    if backend == "auto":
+        objections["swap_ab"] = objections["swap_ab"] or _too_many_tokens(problem)
+    return {name: (config, objections[name]) for name, config in configs.items()}
 
 
 def _objection(problem: Problem, config: Config, device: DeviceInfo) -> str | None:
@@ -202,9 +203,7 @@ def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | Non
     spec, config = problem.spec, selection.config
     comes_first = "not asked for" if backend != "auto" else f"{selection.backend} is taken before it"
     rejected = []
-    for name, (_, objection) in _kernels(problem, selection.device).items():
-        if name == "swap_ab" and backend == "auto":
-            objection = objection or _too_many_tokens(problem)
+    for name, (_, objection) in _kernels(problem, backend, selection.device).items():
         if name != selection.backend:
             rejected.append((name, objection or comes_first))
     if selection.backend != "xla":
