@@ -474,7 +474,7 @@ def test_independent_products_of_one_program() -> None:
         return tuple(grouped_gemm.multiply_groups(lhs, factor * rhs, sizes) for factor in (1, 2))
 
     for _ in range(6):
-        once, twice = (np.asarray(y, np.float32) for y in both(lhs, rhs, group_sizes))
+        once, twice = (np.asarray(y) for y in both(lhs, rhs, group_sizes))
         assert_same_bits(twice, 2 * once)
         check_groups(once, lhs, rhs, (300, 500, 1), 0, True)
 
