@@ -1,8 +1,7 @@
 """Compiling for an H200 on a machine without a GPU, and what came out of it.
 
-JAX's CUDA plugin compiles for a device that is only described (`data/h200.txtpb`): Pallas, Mosaic GPU, XLA,
-LLVM and ptxas run as they would beside the GPU. `Compiler` does it in other processes, since the plugin has
-no place in one that runs tests on a CPU, and since a fault in a compiler can end its process. By hand, for a
+`Compiler` runs the compiler that `moe_pallas.aot.toolchain` finds in other processes, since its plugin has no
+place in one that runs tests on a CPU, and since a fault in a compiler can end its process. By hand, for a
 function `build` that returns `(function, args)`:
 
     python tests/aot.py path/to/file.py:build
@@ -10,18 +9,15 @@ function `build` that returns `(function, args)`:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.metadata
 import os
 import pickle
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +25,12 @@ from typing import Any
 
 import jax
 
+from moe_pallas.aot import toolchain
+from moe_pallas.aot.toolchain import why_not
+
 TESTS = Path(__file__).resolve().parent
-DEVICE = TESTS / "data" / "h200.txtpb"
 # What the plugin allows one block, `shared_memory_per_block_optin` of the description.
 MAX_SMEM_BYTES = 232_448
-# Names another folder that holds the plugin and ptxas, for instance the site-packages of another environment.
-TOOLCHAIN_VARIABLE = "MOE_PALLAS_AOT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,54 +152,16 @@ class CompileError(Exception):
     """A program that did not compile: the compiler's message, or how its process ended."""
 
 
-# The toolchain
-
-
-def toolchain() -> Path:
-    """The folder that holds JAX's CUDA plugin and ptxas; may not be there (`why_not`)."""
-    return Path(os.environ.get(TOOLCHAIN_VARIABLE) or Path(sys.prefix) / "aot").resolve()
-
-
-def why_not() -> str | None:
-    """Why nothing can be compiled for a GPU here; None if it can."""
-    folder = toolchain()
-    found = {d.name: d.version for d in importlib.metadata.distributions(path=[str(folder)])}
-    version = found.get("jax-cuda13-plugin")
-    if version is None:
-        return f"needs JAX's CUDA plugin in {folder}: `make test` puts it there (.ci/aot.sh), on Linux"
-    if version != jax.__version__:
-        return f"needs JAX's CUDA plugin {jax.__version__}, the version of jax; {folder} has {version}"
-    for tool in ["bin/ptxas", "nvvm/libdevice/libdevice.10.bc"]:
-        if not (folder / "nvidia/cu13" / tool).is_file():
-            return f"needs {tool}, which {folder}/nvidia/cu13 has not"
-    return None
-
-
 def _environment(dump: Path) -> dict[str, str]:
     """The variables of a process that compiles; what is set for tests on a CPU stays out."""
-    folder = toolchain()
-    path = [str(folder), str(TESTS), str(TESTS.parent), *(entry for entry in sys.path if entry)]
+    variables = toolchain.environment()
+    path = [str(TESTS), str(TESTS.parent), variables["PYTHONPATH"]]
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "MOSAIC_"))},
-        # A CUDA toolkit of the machine must not change what ptxas reports.
-        "PATH": os.pathsep.join([str(folder / "nvidia/cu13/bin"), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        "JAX_PLATFORMS": "cpu",
-        # Compiling needs no cuDNN.
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "0",
+        **{name: value for name, value in variables.items() if not name.startswith(("XLA_", "MOSAIC_"))},
+        "PYTHONPATH": os.pathsep.join(path),
         "JAX_NUMPY_DTYPE_PROMOTION": "strict",
         "MOSAIC_GPU_DUMP_TO": str(dump),
     }
-
-
-@contextlib.contextmanager
-def _workplace() -> Iterator[Path]:
-    """A fresh folder to compile in."""
-    with tempfile.TemporaryDirectory(prefix="moe_pallas_aot_") as name:
-        # The first place where XLA looks for libdevice, before any CUDA toolkit of the machine.
-        (Path(name) / "cuda_sdk_lib").symlink_to(toolchain() / "nvidia/cu13")
-        yield Path(name)
 
 
 # In a process that has the plugin
@@ -211,13 +169,7 @@ def _workplace() -> Iterator[Path]:
 
 def compile_here(function: Callable[..., Any], *args: Any) -> Report:
     """Compile for the H200 in this process, which `_environment` was made for; once only."""
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=DEVICE.read_text(encoding="utf-8"), topology="1x1x1"
-    )
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sharding = toolchain.described_sharding("h200")
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     begin = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
@@ -348,7 +300,7 @@ def answer() -> None:
 
 def _compile(request: bytes, timeout_s: float) -> Report:
     command = [sys.executable, "-c", "import aot; aot.answer()"]
-    with _workplace() as folder:
+    with toolchain.workplace() as folder:
         try:
             done = subprocess.run(
                 command,
@@ -416,7 +368,7 @@ def main() -> None:
         sys.exit(why)
     path, _, name = sys.argv[1].rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    with _workplace() as folder:
+    with toolchain.workplace() as folder:
         code = f"import aot; print(aot._compile_built({Path(path).stem!r}, {name!r}))"
         # What the compilers print is of use only after a failure: nvdisasm is missing and need not be there.
         done = subprocess.run(

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.cases import MODELS
 from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped
+from moe_pallas.aot import toolchain
 from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.kernels import grouped_gemm, swap_ab
@@ -442,8 +443,8 @@ def test_one_program_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_says_why_it_cannot_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(aot.TOOLCHAIN_VARIABLE, str(tmp_path))
-    with pytest.raises(aot.CompileError, match=r"needs JAX's CUDA plugin in .*\.ci/aot\.sh"):
+    monkeypatch.setenv(toolchain.TOOLCHAIN_VARIABLE, str(tmp_path))
+    with pytest.raises(aot.CompileError, match=r"needs JAX's CUDA plugin in .*moe-pallas\[aot\]"):
         aot.Compiler()
     info = tmp_path / "jax_cuda13_plugin-0.0.1.dist-info"
     info.mkdir()
