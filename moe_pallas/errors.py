@@ -1,4 +1,4 @@
-"""The one exception class of our own; everything else is ValueError or TypeError."""
+"""The exception classes of our own; everything else is ValueError or TypeError."""
 
 from __future__ import annotations
 
@@ -18,3 +18,7 @@ class UnsupportedError(NotImplementedError):
 
     def __reduce__(self) -> tuple[type[UnsupportedError], tuple[str, str, str]]:
         return type(self), (self.backend, self.reason, self.hint)
+
+
+class RecompileError(RuntimeError):
+    """Something was about to be compiled inside `moe_pallas.warmup.no_recompile`."""
