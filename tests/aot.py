@@ -15,6 +15,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -300,13 +301,12 @@ def answer() -> None:
 
 def _compile(request: bytes, timeout_s: float) -> Report:
     command = [sys.executable, "-c", "import aot; aot.answer()"]
-    with toolchain.workplace() as folder:
+    with tempfile.TemporaryDirectory() as dump:
         try:
             done = subprocess.run(
                 command,
                 input=request,
-                cwd=folder,
-                env=_environment(folder),
+                env=_environment(Path(dump)),
                 capture_output=True,
                 timeout=timeout_s,
             )
@@ -368,11 +368,11 @@ def main() -> None:
         sys.exit(why)
     path, _, name = sys.argv[1].rpartition(":")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    with toolchain.workplace() as folder:
+    with tempfile.TemporaryDirectory() as dump:
         code = f"import aot; print(aot._compile_built({Path(path).stem!r}, {name!r}))"
         # What the compilers print is of use only after a failure: nvdisasm is missing and need not be there.
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, env=_environment(folder), capture_output=True, text=True
+            [sys.executable, "-c", code], env=_environment(Path(dump)), capture_output=True, text=True
         )
     print(done.stdout, end="")
     sys.exit(done.stderr if done.returncode else 0)

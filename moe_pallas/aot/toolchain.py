@@ -1,19 +1,16 @@
 """The compiler for NVIDIA GPUs on a machine without one: where it is, and what a process needs to run it.
 
 JAX's CUDA plugin compiles for a device that is only described (``devices/*.txtpb``): Pallas, Mosaic GPU, XLA,
-LLVM and ptxas run as they would beside the GPU. It does so in a process of its own, with `environment` and
-inside `workplace`, since the plugin has no place in one that runs on a CPU.
+LLVM and ptxas run as they would beside the GPU. It does so in a process of its own, with `environment`, since
+the plugin has no place in one that runs on a CPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import sys
 import sysconfig
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -60,23 +57,15 @@ def environment() -> dict[str, str]:
     path = [str(folder), *(entry for entry in sys.path if entry)]
     return {
         **os.environ,
-        # A CUDA toolkit of the machine must not take the place of this one.
+        # A CUDA toolkit of the machine must not take the place of this one: for ptxas, for libdevice.
         "PATH": os.pathsep.join([str(folder / "nvidia/cu13/bin"), os.environ.get("PATH", "")]),
+        "CUDA_ROOT": str(folder / "nvidia/cu13"),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
         "JAX_PLATFORMS": "cpu",
         # Compiling needs no cuDNN.
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "0",
     }
-
-
-@contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    """Make a fresh folder to compile in, and remove it afterwards."""
-    with tempfile.TemporaryDirectory(prefix="moe_pallas_aot_") as name:
-        # The first place where XLA looks for libdevice, before any CUDA toolkit of the machine.
-        (Path(name) / "cuda_sdk_lib").symlink_to(toolchain() / "nvidia/cu13")
-        yield Path(name)
 
 
 def described_sharding(device: str) -> jax.sharding.NamedSharding:
