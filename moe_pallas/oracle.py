@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
 from moe_pallas.configs.heuristics import active_experts, default_grouped_gemm, default_swap_ab
@@ -330,7 +331,11 @@ def current_device() -> DeviceInfo:
     import jax  # the oracle itself needs no JAX
 
     default = jax.config.jax_default_device
-    device = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    return describe_device(default if isinstance(default, jax.Device) else jax.devices(default)[0])
+
+
+def describe_device(device: Any) -> DeviceInfo:
+    """Describe a `jax.Device`."""
     return DeviceInfo(
         platform=device.platform,
         name=device.device_kind,

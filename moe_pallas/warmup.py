@@ -149,9 +149,7 @@ def warmup(
       >>> list(programs), y.shape
       ([1, 2, 4], (3, 8))
     """
-    if isinstance(function, MoE):
-        args = _layer_args(function, args)
-        function = _layer_step(function)
+    function, args = as_step(function, args)
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     buckets = token_buckets(max_tokens)
     programs: Programs = {}
@@ -165,21 +163,21 @@ def warmup(
     return programs
 
 
-def _layer_step(layer: MoE) -> Callable[..., jax.Array]:
+def as_step(function: MoE | Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Args]:
+    """Turn a layer and its parameters into a function and its arguments; leave these as they are."""
+    if not isinstance(function, MoE):
+        return function, args
+    layer, params = function, args
+    dtype = params["router"].dtype if layer.dtype is None else layer.dtype
+
     def moe_layer(params: Params, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
         return layer.apply(params, x, num_tokens=num_tokens)
 
-    return moe_layer
+    def layer_args(bucket: int) -> tuple[Any, ...]:
+        x = jax.ShapeDtypeStruct((bucket, layer.spec.hidden_size), dtype)
+        return params, x, jax.ShapeDtypeStruct((), np.int32)
 
-
-def _layer_args(layer: MoE, params: Params) -> Args:
-    dtype = params["router"].dtype if layer.dtype is None else layer.dtype
-    width = layer.spec.hidden_size
-    return lambda bucket: (
-        params,
-        jax.ShapeDtypeStruct((bucket, width), dtype),
-        jax.ShapeDtypeStruct((), np.int32),
-    )
+    return moe_layer, layer_args
 
 
 _guards: dict[int, list[str]] = {}  # what each no_recompile() that is entered has refused
