@@ -11,8 +11,13 @@ How to read the figures:
   served. `benchmarks.timing` says exactly what is timed; a result file repeats it under ``conditions``.
 * **spread** is (p90 - p10) / median over the rounds. Differences within the spread mean nothing; a spread of
   more than a few percent means that the machine was busy with something else.
+* **quant** none: weights in the activations' dtype. *fp8_tensor*: e4m3 weights, a scale a matrix, activations
+  rounded by scales that are stored with the weights, as the rivals' rows of that name were measured (not the
+  library's "fp8_tensor", which makes activations' scales in the call). *fp8_channel*, *fp8_block*: the
+  library's. Tokens come in bfloat16; rounding them, and h, is part of the layer and of its time.
 * **floor_us** is what the measured roofs allow: max(bytes that must move / read bandwidth, FLOPs / rate of a
-  large matrix product). Bytes are those of the experts that the routing really hits. **x floor** = time over
+  large matrix product). Bytes are those of the experts that the routing really hits, 1 a weight in FP8, where
+  the matrix product is one of e4m3 numbers, measured in the same run. **x floor** = time over
   floor; nothing honest is under 1 by more than the roofs' own spread.
 * **TFLOP/s** and **GB/s** count the FLOPs and bytes of the floor, not what a backend does on top of them.
 * **bound_batched** and **bound_one_group** are the same two products as dense XLA matmuls, without routing,

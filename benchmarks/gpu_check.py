@@ -5,8 +5,8 @@ kernel that hangs or poisons the device costs one case. The summary comes last; 
 nothing failed. Whoever ends it early ends the case in hand with it.
 
     tests                    pytest -m gpu
-    correctness:MODEL        every backend, several T and loads: sampled rows against the float64 truth, and
-                             all rows against the portable backend
+    correctness:MODEL        every backend, several T, loads and quants: sampled rows against the float64
+                             truth, and all rows against the portable backend
     stress:MODEL             50 calls with changing routing and T, each bitwise equal to its first result
     timing                   benchmarks.run on the same models
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -53,6 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--models", type=split, help=f"default: {','.join(_MODELS)}")
     parser.add_argument("--backends", type=split, default=ours, help=f"default: {','.join(ours)}")
     parser.add_argument("--tokens", type=split, help=f"default: {','.join(map(str, _TOKENS))}")
+    parser.add_argument("--quants", type=split, default=["none"], help=f"some of {','.join(cases.QUANTS)}")
     parser.add_argument("--repeats", type=int, default=50, help="calls of a stress case")
     parser.add_argument("--timeout_s", type=float, default=240, help="of each case")
     parser.add_argument("--tiny", action="store_true", help="tiny models and token counts, for a CPU")
@@ -63,7 +65,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = cases.TINY_MODELS if options.tiny else cases.MODELS
     options.models = options.models or (list(known) if options.tiny else list(_MODELS))
     options.tokens = [int(t) for t in options.tokens or (cases.TINY_TOKENS if options.tiny else _TOKENS)]
-    for flag, names, all_names in (("models", options.models, known), ("backends", options.backends, ours)):
+    for flag, names, all_names in (
+        ("models", options.models, known),
+        ("backends", options.backends, ours),
+        ("quants", options.quants, cases.QUANTS),
+    ):
         if unknown := set(names) - set(all_names):
             parser.error(f"--{flag}: no {', '.join(sorted(unknown))}; there are {', '.join(all_names)}")
     return options
@@ -142,26 +148,26 @@ def run_case(command: Sequence[str], timeout_s: float) -> str:
 def _commands(options: argparse.Namespace) -> Iterator[tuple[str, list[str]]]:
     python = [sys.executable, "-m"]
     tiny = ["--tiny"] if options.tiny else []
-    backends = f"--backends={','.join(options.backends)}"
+    backends, quants = f"--backends={','.join(options.backends)}", f"--quants={','.join(options.quants)}"
     tokens = f"--tokens={','.join(map(str, options.tokens))}"
     if "tests" in options.only:
         yield "tests", [*python, "pytest", "-q", "-m", "gpu", "tests"]
     for kind in ("correctness", "stress"):
         for model in options.models if kind in options.only else ():
             name, repeats = f"{kind}:{model}", f"--repeats={options.repeats}"
-            own = [f"--case={name}", tokens, backends, repeats, *tiny]
+            own = [f"--case={name}", tokens, backends, quants, repeats, *tiny]
             yield name, [*python, "benchmarks.gpu_check", *own]
     if "timing" in options.only:
         how = ["--num_layers=2"] if options.tiny else ["--tokens=1,8,64,512,4096"]
-        how += [f"--models={','.join(options.models)}", backends, "--num_rounds=5"]
+        how += [f"--models={','.join(options.models)}", backends, quants, "--num_rounds=5"]
         how += [f"--time_budget_s={0.8 * options.timeout_s:.0f}", *tiny]
         yield "timing", [*python, "benchmarks.run", *how]
 
 
 def correctness(model: str, options: argparse.Namespace) -> None:
     """Compare every backend with the truth and with the portable backend; raises AssertionError."""
-    for load in cases.LOADS:
-        cells = _cells(model, load, options)
+    for quant, load in itertools.product(options.quants, cases.LOADS):
+        cells = _cells(model, quant, load, options)
         inputs = Inputs(cells, [0.0] * len(cells), 1, 0)
         largest = max(cells, key=lambda cell: cell.tokens)
         truth = gate.Truth(cells, inputs.logits(largest, 0), inputs.tokens, *inputs.weights[0])
@@ -178,12 +184,19 @@ def correctness(model: str, options: argparse.Namespace) -> None:
             for name, y in outputs.items():
                 # Each of the two may be a tolerance off.
                 near = wanted + (y.astype(np.float64) - wanted) / 2
-                assert_close(near, wanted, dtype=cell.dtype, context=f"{cell} {name}, all rows, against xla")
+                context = f"{cell} {name}, all rows, against xla"
+                assert_close(
+                    near, wanted, dtype=cell.dtype, context=context, quantised=cell.scheme is not None
+                )
 
 
 def stress(model: str, options: argparse.Namespace) -> None:
     """Call every backend again and again, T and routing changing; raises AssertionError."""
-    cells = [cell for load in cases.LOADS for cell in _cells(model, load, options)]
+    for quant in options.quants:
+        _stress([cell for load in cases.LOADS for cell in _cells(model, quant, load, options)], options)
+
+
+def _stress(cells: Sequence[cases.Cell], options: argparse.Namespace) -> None:
     inputs = Inputs(cells, [0.0] * len(cells), 1, 0)
     for name in options.backends:
         calls = []
@@ -201,12 +214,13 @@ def stress(model: str, options: argparse.Namespace) -> None:
         for i, y in zip(order, outputs, strict=True):
             if not np.array_equal(np.asarray(y).view(np.uint8), first[i].view(np.uint8)):
                 raise AssertionError(f"{name}: {calls[i][0]} is not bitwise what it was before")
-        print(f"{name}: {len(order)} calls of {len(calls)} shapes and loads repeat bitwise", flush=True)
+        kind = f"{name} {cells[0].quant}"
+        print(f"{kind}: {len(order)} calls of {len(calls)} shapes and loads repeat bitwise", flush=True)
 
 
-def _cells(model: str, load: str, options: argparse.Namespace) -> list[cases.Cell]:
+def _cells(model: str, quant: str, load: str, options: argparse.Namespace) -> list[cases.Cell]:
     spec = (cases.TINY_MODELS if options.tiny else cases.MODELS)[model]
-    return cases.cells({model: spec}, options.tokens, ["bfloat16"], [load])
+    return cases.cells({model: spec}, options.tokens, ["bfloat16"], [load], [quant])
 
 
 def _supported(cell: cases.Cell, options: argparse.Namespace) -> Iterator[Variant]:

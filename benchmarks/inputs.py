@@ -14,12 +14,20 @@ from jax import lax
 from benchmarks.cases import Cell
 from benchmarks.timing import chain_length
 from benchmarks.variants import Variant
+from moe_pallas import GateUp, QuantScheme, quantize
+from moe_pallas.quant import E4M3_MAX
+from moe_pallas.spec import ActivationScales
 
 Pair = tuple[Any, Any]
 
+# What static scales are made for, the largest |x| and |h|. x is N(0, 1): one in 5e8 is beyond 6. h is
+# silu(gate) · up of two numbers that are N(0, 1): one in 7e9 is beyond 20, and a layer has 2e8 at most.
+# The same for all experts, so that the truth of a few of them is that of the layer.
+_LARGEST = {"w13": 6.0, "w2": 20.0}
+
 
 class Inputs:
-    """Arrays for cells of one ``case`` and ``dtype``.
+    """Arrays for cells of one ``case``, ``dtype`` and ``quant``.
 
     Args:
       cells: The cells.
@@ -32,7 +40,7 @@ class Inputs:
         self, cells: Sequence[Cell], floors_us: Sequence[float], num_layers: int, memory_bytes: float
     ) -> None:
         self.cells = list(cells)
-        self.spec, self.dtype = cells[0].spec, jnp.dtype(cells[0].dtype)
+        self.spec, self.dtype, self.scheme = cells[0].spec, jnp.dtype(cells[0].dtype), cells[0].scheme
         # The same for all loads of a token count, which share their programs.
         longest: dict[int, float] = {}
         for cell, floor in zip(cells, floors_us, strict=True):
@@ -52,13 +60,14 @@ class Inputs:
 
     @functools.cached_property
     def weights(self) -> list[Pair]:
-        """(w13, w2), as many as the longest step has, N(0, 1/fan_in)."""
-        shapes = [self.spec.param_shapes[name] for name in ("w13", "w2")]
+        """(w13, w2), as many as the longest step has, N(0, 1/fan_in): arrays, or `QTensor`s of the same."""
         keys = jax.random.split(jax.random.key(0), (self._num_weight_sets, 2))
-        return [
-            (_scaled_normal(key[0], shapes[0], self.dtype), _scaled_normal(key[1], shapes[1], self.dtype))
-            for key in keys
-        ]
+        return [(self._make("w13", key[0]), self._make("w2", key[1])) for key in keys]
+
+    def _make(self, name: str, key: jax.Array) -> Any:
+        gate_up = self.spec.gate_up if name == "w13" and self.spec.gated else None
+        largest = _LARGEST[name]
+        return _scaled_normal(key, self.spec.param_shapes[name], self.dtype, self.scheme, gate_up, largest)
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -79,7 +88,8 @@ class Inputs:
         """What a variant takes for x and for the weights of a step, as shapes."""
         rows, convert = variant.rows(cell), variant.weights(cell)
         lead = (cell.tokens,) if rows is None else rows.shape
-        pair = [jax.ShapeDtypeStruct(self.spec.param_shapes[name], self.dtype) for name in ("w13", "w2")]
+        key = jax.random.key(0)
+        pair = [jax.eval_shape(functools.partial(self._make, name), key) for name in ("w13", "w2")]
         w13, w2 = (jax.eval_shape(convert, w) if convert else w for w in pair)
         x = jax.ShapeDtypeStruct((*lead, self.spec.hidden_size), self.dtype)
         return x, [(w13, w2)] * self.num_weight_sets(cell)
@@ -102,10 +112,28 @@ class Inputs:
         self.__dict__.pop("weights", None)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _scaled_normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    def one(key: jax.Array) -> jax.Array:
-        return (jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _scaled_normal(
+    key: jax.Array,
+    shape: tuple[int, ...],
+    dtype: Any,
+    scheme: QuantScheme | None,
+    gate_up: GateUp | None,
+    largest: float,
+) -> Any:
+    def one(key: jax.Array) -> Any:
+        matrix = (jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+        if scheme is None:
+            return matrix
+        is_static = scheme.activations is ActivationScales.STATIC
+        # Without the barrier XLA may quantise the float32 numbers.
+        return quantize(
+            lax.optimization_barrier(matrix),
+            scheme,
+            gate_up=gate_up,
+            input_scale=largest / E4M3_MAX if is_static else None,
+        )
 
-    # One expert after the other: the float32 numbers of all of them would not fit.
+    # One expert after the other: the float32 numbers of all of them would not fit, and where they are
+    # quantised neither all of them nor their unquantised ones are ever there.
     return lax.map(one, jax.random.split(key, shape[0]))

@@ -34,14 +34,21 @@ CONDITIONS = {
     "kernel_us": "sum of the durations of a layer's kernels, from the profiler, without graphs",
     "launches": "kernels, copies and fills of a layer",
     "spread": "(p90 - p10) / median over `rounds` visits, all variants of a cell in turn",
-    "floor_us": "max(min_bytes / read_gb_per_s, flops / matmul_tflops[dtype]); min_bytes: weights of the "
-    "experts hit, x and y, each once",
-    "error": "|y - truth| / |truth| over sampled tokens, truth in float64 (moe_pallas.reference)",
+    "floor_us": "max(min_bytes / read_gb_per_s, flops / matmul_tflops[dtype, or float8_e4m3fn if "
+    "quantised]); min_bytes: weights of the experts hit (1 byte each if quantised, without their scales: "
+    "at most 0.5 %), x and y in dtype, each once",
+    "quant": "none: weights in dtype. fp8_tensor: e4m3, a scale a matrix (gate and up each their own), "
+    "activations by stored scales. fp8_channel: a scale an output channel, x by token, h by token and 128 "
+    "columns. fp8_block: a scale a 128x128 block, activations by token and 128 columns. x and y are in "
+    "dtype; quantising them is part of the layer",
+    "error": "|y - truth| / |truth| over sampled tokens, truth in float64 (moe_pallas.reference), "
+    "of the same quantised weights and with activations rounded by the same rules",
     "status": "ok; red: error over the tolerance, nothing timed; failed, skipped: see reason; not reached: "
     "the time budget ran out",
     "bytes_until_reuse": "weights read between two uses of the same ones: weight_sets * those of the experts "
     "hit (an H200's L2 has 60 MB)",
-    "data": "weights N(0, 1/fan_in), tokens N(0, 1)",
+    "data": "weights N(0, 1/fan_in), tokens N(0, 1); stored scales of activations are made for |x| up to 6, "
+    "|h| up to 20",
     "bound": "rows of kind 'bound' are no MoE layers: both products and the activation, on rows laid out "
     "beforehand",
 }
@@ -107,23 +114,24 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     for name in ("device", "jax", "commit", "date"):
         yield f"{name:8} A {a.get(name)}   B {b.get(name)}"
     yield f"\n{'cell':58} {'backend':18} {'A us':>9} {'B us':>9} {'A/B':>7}"
-    ratios: dict[tuple[str, str], list[float]] = {}
+    ratios: dict[tuple[str, str, str], list[float]] = {}
     for key in sorted(sides[0].keys() | sides[1].keys(), key=str):
         cell, backend = key
         times = [side.get(key) for side in sides]
-        name = f"{cell[0]} T={cell[1]} {cell[2]} {cell[3]} {cell[4]}"
+        name, quant = f"{cell[0]} T={cell[1]} {cell[2]} {cell[3]} {cell[4]}", cell[3]
         shown = " ".join(f"{time:9.1f}" if time else f"{'-':>9}" for time in times)
         if times[0] and times[1]:
             ratio = times[0] / times[1]
-            ratios.setdefault((backend, regime_of(cell[1])), []).append(ratio)
+            ratios.setdefault((backend, quant, regime_of(cell[1])), []).append(ratio)
             yield f"{name:58} {backend:18} {shown} {ratio:7.3f}"
         else:
             yield f"{name:58} {backend:18} {shown} {'-':>7}"
     yield "\ngeometric mean of A/B (over 1: B is faster)"
-    for (backend, regime), values in sorted(ratios.items()):
+    for (backend, quant, regime), values in sorted(ratios.items()):
         low, high = REGIMES[regime]
         span = f"T {low:.0f} … {high:.0f}" if math.isfinite(high) else f"T >= {low:.0f}"
-        yield f"{backend:18} {regime:8} {span:14} {geometric_mean(values):7.3f}  over {len(values)} cells"
+        mean = f"{geometric_mean(values):7.3f}  over {len(values)} cells"
+        yield f"{backend:18} {quant:11} {regime:8} {span:14} {mean}"
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.cases import Cell, product_dtype
 from benchmarks.timing import GRAPHS, Step, Timing, measure
+from moe_pallas.spec import FP8
 
 REST = 2.0  # seconds idle for each that a step bound by arithmetic runs: see `benchmarks.timing`
-
-_FLOAT8 = "float8_e4m3fn"
 
 
 def measure_roofs(dtypes: Sequence[str], *, tiny: bool = False) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def measure_roofs(dtypes: Sequence[str], *, tiny: bool = False) -> dict[str, Any
     add("read", lambda v: v.astype(jnp.float32).sum(), data)
     add("copy", lambda v: v + 1, half)
     add("kernel", _tiny_chain, jnp.zeros(1024, jnp.float32), layers=64)
-    wanted = list(dict.fromkeys(["bfloat16", *dtypes, _FLOAT8]))
+    wanted = list(dict.fromkeys(["bfloat16", *dtypes, FP8]))
     failures = {}
     for dtype in wanted:
         keys = jax.random.split(jax.random.key(1))
@@ -93,20 +93,20 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def floor_us(cell: Any, roofs: Mapping[str, Any]) -> float:
+def floor_us(cell: Cell, roofs: Mapping[str, Any]) -> float:
     """Time of a cell that no implementation can beat on a device with these roofs."""
-    rate = roofs["matmul_tflops"].get(cell.dtype) or math.inf
+    rate = roofs["matmul_tflops"].get(cell.product_dtype) or math.inf
     return cell.floor_us(roofs["read_gb_per_s"], rate)
 
 
-def rest(cell: Any, roofs: Mapping[str, Any]) -> float:
+def rest(cell: Cell, roofs: Mapping[str, Any]) -> float:
     """How long the device rests before a cell is timed, for each second that it runs."""
-    rate = roofs["matmul_tflops"].get(cell.dtype) or math.inf
+    rate = roofs["matmul_tflops"].get(cell.product_dtype) or math.inf
     return REST if cell.flops / rate > cell.min_bytes / (roofs["read_gb_per_s"] / 1e3) else 0.0
 
 
 def plot(result: Mapping[str, Any], path: str | Path) -> None:
-    """Draw the rows of a result file under its roofs: rate over FLOPs per byte, one panel per dtype.
+    """Draw a result file's rows under its roofs: rate over FLOPs per byte, a panel per dtype and quant.
 
     Needs matplotlib (the ``bench`` extra).
     """
@@ -116,12 +116,13 @@ def plot(result: Mapping[str, Any], path: str | Path) -> None:
     from matplotlib import pyplot
 
     rows = [row for row in result["rows"] if row["time_us"] and row["kind"] != "bound"]
-    dtypes = sorted({row["dtype"] for row in rows}) or ["bfloat16"]
-    figure, panels = pyplot.subplots(1, len(dtypes), figsize=(9 * len(dtypes), 6), squeeze=False)
-    for panel, dtype in zip(panels[0], dtypes, strict=True):
-        _draw_roofs(panel, result["roofs"], dtype)
-        for backend in sorted({row["backend"] for row in rows}):
-            points = [row for row in rows if (row["backend"], row["dtype"]) == (backend, dtype)]
+    kinds = sorted({(row["dtype"], row["quant"]) for row in rows}) or [("bfloat16", "none")]
+    figure, panels = pyplot.subplots(1, len(kinds), figsize=(9 * len(kinds), 6), squeeze=False)
+    for panel, (dtype, quant) in zip(panels[0], kinds, strict=True):
+        own = [row for row in rows if (row["dtype"], row["quant"]) == (dtype, quant)]
+        _draw_roofs(panel, result["roofs"], product_dtype(dtype, quant))
+        for backend in sorted({row["backend"] for row in own}):
+            points = [row for row in own if row["backend"] == backend]
             intensity = [row["flops"] / row["min_bytes"] for row in points]
             panel.scatter(intensity, [row["tflops"] for row in points], s=14, label=backend)
         panel.set(
@@ -129,7 +130,7 @@ def plot(result: Mapping[str, Any], path: str | Path) -> None:
             yscale="log",
             xlabel="FLOPs per byte that must move",
             ylabel="TFLOP/s of the layer",
-            title=f"{result['device']}, {dtype}, {result['date'][:10]}",
+            title=", ".join([result["device"], dtype, *[quant] * (quant != "none"), result["date"][:10]]),
         )
         panel.grid(alpha=0.3)
         panel.legend()

@@ -1,11 +1,12 @@
 """Measure: ``python -m benchmarks.run``.
 
     python -m benchmarks.run --models qwen3-30b-a3b --tokens 1,8,64 --json result.json
+    python -m benchmarks.run --quants fp8_tensor,fp8_block --backends xla,swap_ab,grouped_gemm
     python -m benchmarks.run --tiny                      the harness itself, on a CPU
     python -m benchmarks.run --compare a.json b.json     what became faster
     python -m benchmarks.run --plot roofline.png --json result.json --draw_only
 
-``--help`` lists the flags; `benchmarks` says how to read the figures.
+``--help`` lists the flags; `benchmarks` says how to read the figures, and what the quants are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import operator
 import os
 import sys
 import time
@@ -31,7 +33,10 @@ _ALL = "all"
 
 _MODELS = flags.DEFINE_list("models", [_ALL], f"Models: {', '.join(cases.MODELS)}; or all.")
 _TOKENS = flags.DEFINE_list("tokens", [_ALL], f"Token counts; all: {', '.join(map(str, cases.TOKENS))}.")
-_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes of activations and weights.")
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes of activations, and of weights if not quantised.")
+_QUANTS = flags.DEFINE_list(
+    "quants", ["none"], f"How weights and activations are quantised: {', '.join(cases.QUANTS)}; or all."
+)
 _LOADS = flags.DEFINE_list("loads", ["uniform"], f"Expert loads: {', '.join(cases.LOADS)}.")
 _BACKENDS = flags.DEFINE_list("backends", [_ALL], f"What to time: {', '.join(VARIANTS)}; or all.")
 _JSON = flags.DEFINE_string("json", None, "Result file, written after every cell.")
@@ -86,7 +91,8 @@ def measure(
     head = results.header(commit, roofs=roofs, options=how, failures=failures)
     table = Table([v.name for v in variants if v.kind == BASELINE])
     table.head(head)
-    groups = [list(group) for _, group in itertools.groupby(cells, key=lambda cell: (cell.case, cell.dtype))]
+    shared = operator.attrgetter("case", "dtype", "quant")
+    groups = [list(group) for _, group in itertools.groupby(cells, key=shared)]
     sessions: list[Session] = []
     rows: list[results.Row] = []
 
@@ -95,7 +101,7 @@ def measure(
             results.write(json, head, rows)
 
     for group in groups:
-        name = f"{group[0].case} {group[0].dtype}"
+        name = " ".join(shared(group[0]))
         session = Session(
             group,
             variants,
@@ -158,6 +164,7 @@ def main(argv: Sequence[str]) -> None:
         _counts("tokens", _choose("tokens", _TOKENS.value, [str(t) for t in tokens], open_ended=True)),
         _DTYPES.value,
         _choose("loads", _LOADS.value, list(cases.LOADS)),
+        _choose("quants", _QUANTS.value, list(cases.QUANTS)),
     )
     variants = [VARIANTS[name] for name in _choose("backends", _BACKENDS.value, list(VARIANTS))]
     options = Options(

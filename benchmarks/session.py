@@ -1,4 +1,4 @@
-"""Everything that is measured for one model and dtype: compiled steps, gate, times.
+"""Everything that is measured for one model, dtype and quant: compiled steps, gate, times.
 
     Session(cells, …)   which variant and configuration can do which cell
     .compile()          all programs, in threads; weights and truth are computed meanwhile
@@ -77,10 +77,10 @@ class Entry(NamedTuple):
 
 
 class Session:
-    """Measures the cells of one model and dtype.
+    """Measures the cells of one model, dtype and quant.
 
     Args:
-      cells: All of one ``case`` and ``dtype``.
+      cells: All of one ``case``, ``dtype`` and ``quant``.
       variants: What to time.
       roofs: From `measure_roofs`.
       options: How.
@@ -120,7 +120,7 @@ class Session:
         """Of a program; loads with the same shapes have the same programs."""
         variant, layers = entry.variant, self.inputs.num_layers(cell)
         groups = cell.experts_hit if variant.kind == BOUND else cell.spec.num_experts
-        parts = (cell.case, f"T{cell.tokens}", variant.name, entry.config, f"{layers}x{groups}")
+        parts = (cell.case, f"T{cell.tokens}", cell.quant, variant.name, entry.config, f"{layers}x{groups}")
         return re.sub(r"\W+", "_", "_".join(parts))
 
     def _compile_entry(self, cell: Cell, entry: Entry) -> dict[str, Any]:

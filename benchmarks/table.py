@@ -13,6 +13,7 @@ _COLUMNS = (
     ("case", "<16"),
     ("T", ">5"),
     ("dtype", "<9"),
+    ("quant", "<11"),
     ("load", "<8"),
     ("backend", "<16"),
     ("config", "<16"),
@@ -77,17 +78,17 @@ class Table:
             return
         names = ("time_us", "time_us_no_graphs", "experts_only_us", "host_us", "kernel_us", "launches")
         titles = ("time_us", "no graphs", "experts", "host", "kernels", "launches")
-        head = f"\n{'case':<16} {'T':>5} {'load':<8} {'backend':<16} {'config':<16}"
+        head = f"\n{'case':<16} {'T':>5} {'quant':<11} {'load':<8} {'backend':<16} {'config':<16}"
         print(head, *(f"{title:>9}" for title in titles), " longest kernels, us", file=self.out)
         for row in rows:
             cells = [f"{row[name]:9.1f}" if row.get(name) is not None else f"{'-':>9}" for name in names]
             longest = ", ".join(f"{k[:40]} {us:.1f}" for k, us in list(row.get("kernels", {}).items())[:3])
-            start = f"{row['case']:<16} {row['tokens']:>5} {row['load']:<8} {row['backend']:<16}"
-            print(start, f"{row['config']:<16}", *cells, f" {longest}", file=self.out)
+            start = f"{row['case']:<16} {row['tokens']:>5} {row['quant']:<11} {row['load']:<8}"
+            print(start, f"{row['backend']:<16} {row['config']:<16}", *cells, f" {longest}", file=self.out)
         self.out.flush()
 
     def _line(self, row: Row, base: Mapping[str, Row | None]) -> str:
-        names = ("case", "tokens", "dtype", "load", "backend", "config")
+        names = ("case", "tokens", "dtype", "quant", "load", "backend", "config")
         values: list[Any] = [row[name] for name in names]
         us, floor = row["time_us"], row["floor_us"]
         if us is None:

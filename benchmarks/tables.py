@@ -12,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.cases import MODELS, REGIMES, regime_of
+from benchmarks.cases import MODELS, QUANTS, REGIMES, product_dtype, regime_of
 from benchmarks.results import Row, best, cell_of, geometric_mean
 
 README = Path(__file__).parent.parent / "README.md"
+TITLES = {
+    "none": "bfloat16",
+    "fp8_tensor": "FP8 weights, a scale a matrix, activations by stored scales, bfloat16 tokens",
+    "fp8_channel": "FP8 weights, a scale a channel, activations by token, bfloat16 tokens",
+    "fp8_block": "FP8 weights in 128 × 128 blocks, activations by token and 128 columns, bfloat16 tokens",
+}
+_OTHERS = "Other JAX code: timed by the same harness, with routing in XLA."
+_NO_OTHERS = "Other JAX code: what the harness times takes no FP8 weights."
 BEGIN, END = "<!-- performance: begin -->", "<!-- performance: end -->"
 TOKENS = (1, 8, 64, 512, 4096)
 
@@ -28,15 +36,22 @@ def load(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
 
 
 def render(runs: Sequence[Mapping[str, Any]], rivals: Sequence[Row]) -> str:
-    """Make the Markdown between the markers, a section for each device; newer rows replace older ones."""
+    """Make the Markdown between the markers: for each device a section for each quant that has results.
+
+    Newer rows replace older ones.
+    """
     sections = []
     for device in sorted({run["device"] for run in runs}):
-        own = [run for run in runs if run["device"] == device]
-        newest: dict[tuple[Any, ...], Row] = {}
-        for run in own:
-            for row in run["rows"]:
-                newest[cell_of(row), row["backend"], row["config"]] = row
-        sections.append("\n".join(_section(own, _by_cell(newest.values()), _by_cell(rivals))))
+        for quant in QUANTS:
+            newest: dict[tuple[Any, ...], Row] = {}
+            own = []
+            for run in runs:
+                rows = [row for row in run["rows"] if row["quant"] == quant and run["device"] == device]
+                newest |= {(cell_of(row), row["backend"], row["config"]): row for row in rows}
+                own += [run] if rows else []
+            if own:
+                lines = _section(quant, own, _by_cell(newest.values()), _by_cell(rivals))
+                sections.append("\n".join(lines))
     return "\n\n".join(sections) or "No results yet."
 
 
@@ -61,27 +76,32 @@ def _by_cell(rows: Iterable[Row]) -> dict[Cell, list[Row]]:
 
 
 def _section(
-    runs: Sequence[Mapping[str, Any]], cells: Mapping[Cell, list[Row]], rivals: Mapping[Cell, list[Row]]
+    quant: str,
+    runs: Sequence[Mapping[str, Any]],
+    cells: Mapping[Cell, list[Row]],
+    rivals: Mapping[Cell, list[Row]],
 ) -> Iterator[str]:
     roofs = runs[-1]["roofs"]
+    rate = roofs["matmul_tflops"].get(product_dtype("bfloat16", quant))
     dates = sorted({run["date"][:10] for run in runs})
+    span = " … ".join(dict.fromkeys([dates[0], dates[-1]]))
     yield (
-        f"**{runs[-1]['device']}**, bfloat16, uniform routing, µs for one layer from router logits to output "
-        f"(jax {runs[-1]['jax']}, {' … '.join(dict.fromkeys([dates[0], dates[-1]]))}). Measured roofs: read "
-        f"{roofs['read_gb_per_s'] / 1e3:.2f} TB/s, {roofs['matmul_tflops']['bfloat16']:.0f} TFLOP/s."
+        f"**{runs[-1]['device']}**, {TITLES[quant]}, uniform routing, µs for one layer from router logits to "
+        f"output (jax {runs[-1]['jax']}, {span}). Measured roofs: read "
+        f"{roofs['read_gb_per_s'] / 1e3:.2f} TB/s, {'–' if rate is None else f'{rate:.0f}'} TFLOP/s."
     )
     yield ""
     yield "| model | T | floor | moe_pallas | × floor | best other JAX code | best elsewhere † |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for case in MODELS:
         for tokens in TOKENS:
-            cell = (case, tokens, "bfloat16", "none", "uniform")
+            cell = (case, tokens, "bfloat16", quant, "uniform")
             if rows := cells.get(cell):
                 yield _line(case, tokens, rows, rivals.get(cell, []))
     yield ""
     yield (
         "floor: max(bytes of the experts hit / read bandwidth, FLOPs / matmul rate). **Bold**: the fastest "
-        "of the row. Other JAX code: timed by the same harness, with routing in XLA. † Measured elsewhere, "
+        f"of the row. {_OTHERS if quant == 'none' else _NO_OTHERS} † Measured elsewhere, "
         "on another H200 with other programs (`benchmarks/rivals.json`): an orientation, no head-to-head."
     )
     if summary := list(_summary(cells, rivals)):

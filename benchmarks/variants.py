@@ -2,7 +2,8 @@
 
 A variant turns a cell into a layer function ``(x, logits, w13, w2) → y``. Baselines get the same routing
 and combine in XLA around their grouped product. Bounds are the two products and the activation alone, on
-rows laid out beforehand: faster than any layer can be, no MoE layers themselves, and never winners.
+rows laid out beforehand: faster than any layer can be, no MoE layers themselves, and never winners. Only our
+backends take FP8 weights, as `QTensor`s.
 """
 
 from __future__ import annotations
@@ -27,11 +28,24 @@ from moe_pallas.plan import make_plan
 Function = Callable[..., jax.Array]
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+Supports = Callable[[Cell, str], str | None]
+
 OURS, BASELINE, BOUND = "ours", "baseline", "bound"
 
 
 def _anything(cell: Cell, platform: str) -> str | None:
     return None
+
+
+def _unless_quantised(supports: Supports = _anything) -> Supports:
+    """Of what multiplies arrays: it knows neither scales nor how activations are to be rounded."""
+
+    def check(cell: Cell, platform: str) -> str | None:
+        if cell.scheme is not None:
+            return f"unsupported: multiplies arrays, not {cell.quant} codes and scales"
+        return supports(cell, platform)
+
+    return check
 
 
 def _one_config(cell: Cell) -> tuple[str, ...]:
@@ -63,7 +77,7 @@ class Variant:
     kind: str
     layer: Callable[[Cell, str], Function]
     experts: Callable[[Cell, str], Function] | None = None
-    supports: Callable[[Cell, str], str | None] = _anything
+    supports: Supports = _anything
     configs: Callable[[Cell], tuple[str, ...]] = _one_config
     rows: Callable[[Cell], np.ndarray | None] = _as_it_is
     weights: Callable[[Cell], Function | None] = _as_it_is
@@ -106,7 +120,7 @@ def _experts_around(grouped_matmul: GroupedMatmul, cell: Cell) -> Function:
 def _grouped(
     name: str,
     grouped_matmul: Callable[[Cell, str], GroupedMatmul],
-    supports: Callable[[Cell, str], str | None],
+    supports: Supports,
     configs: Callable[[Cell], tuple[str, ...]] = _one_config,
     weights: Callable[[Cell], Function | None] = _as_it_is,
 ) -> Variant:
@@ -122,7 +136,7 @@ def _grouped(
         kind=BASELINE,
         layer=layer,
         experts=experts,
-        supports=supports,
+        supports=_unless_quantised(supports),
         configs=configs,
         weights=weights,
         # Its products come rounded to the activations' dtype, which makes five roundings in place of two.
@@ -291,7 +305,7 @@ VARIANTS = {
             name="bound_one_group",
             kind=BOUND,
             layer=_dense_pair,
-            supports=_one_group_supports,
+            supports=_unless_quantised(_one_group_supports),
             rows=_token_of_row,
             weights=lambda cell: _first_expert,
         ),
@@ -299,6 +313,7 @@ VARIANTS = {
             name="bound_batched",
             kind=BOUND,
             layer=_dense_pair,
+            supports=_unless_quantised(),
             rows=_batched_rows,
             weights=_batched_weights,
         ),

@@ -24,10 +24,12 @@ from jax.profiler import ProfileData
 
 from benchmarks import cases, gpu_check, kernel_times, results, roofline, run, tables, timing
 from benchmarks.cases import Cell
+from benchmarks.inputs import Inputs
 from benchmarks.session import Options
 from benchmarks.variants import OURS, VARIANTS, Variant
-from moe_pallas import MoESpec, fused_moe
+from moe_pallas import MoESpec, QTensor, QuantScheme, dequantize, fused_moe, quantize
 from moe_pallas.oracle import BACKENDS
+from moe_pallas.spec import QUANTS, ActivationScales
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = cases.TINY_MODELS["tiny"]
@@ -42,7 +44,13 @@ def measure(
     out, shown = io.StringIO(), how.pop("shown", [])
     with redirect_stdout(out), redirect_stderr(io.StringIO()):
         result = run.measure(
-            cases.cells({"tiny": TINY}, tokens, ["bfloat16"], how.pop("loads", ["uniform"])),
+            cases.cells(
+                {"tiny": TINY},
+                tokens,
+                ["bfloat16"],
+                how.pop("loads", ["uniform"]),
+                how.pop("quants", ["none"]),
+            ),
             variants,
             options,
             tiny=True,
@@ -100,9 +108,15 @@ def test_bytes_flops_and_floor_by_hand() -> None:
     # 152 B at 1 GB/s are 0.152 us; 360 FLOPs at 1 TFLOP/s 0.00036 us, at 1 GFLOP/s 0.36 us.
     assert cell.floor_us(1.0, 1.0) == pytest.approx(0.152)
     assert cell.floor_us(1.0, 1e-3) == pytest.approx(0.36)
-    roofs = {"read_gb_per_s": 1.0, "matmul_tflops": {"bfloat16": 1e-3, "float32": None}}
+    roofs = {
+        "read_gb_per_s": 1.0,
+        "matmul_tflops": {"bfloat16": 1e-3, "float32": None, "float8_e4m3fn": 2e-3},
+    }
     assert roofline.floor_us(cell, roofs) == pytest.approx(0.36)
     assert roofline.floor_us(dataclasses.replace(cell, dtype="float32"), roofs) == pytest.approx(0.304)
+    fp8 = dataclasses.replace(cell, quant="fp8_block")
+    assert (fp8.expert_bytes, fp8.min_bytes, fp8.flops) == (36, 36 + 80, 360)
+    assert roofline.floor_us(fp8, roofs) == pytest.approx(0.18)
 
 
 def test_ungated_experts_have_two_matrices() -> None:
@@ -111,13 +125,17 @@ def test_ungated_experts_have_two_matrices() -> None:
     assert (cell.experts_hit, cell.expert_bytes, cell.flops) == (2, 2 * 3 * 4 * 4, 4 * 1 * 2 * 4 * 3)
 
 
+@pytest.mark.parametrize(
+    ("quant", "tflops"), [("none", 774), ("fp8_tensor", 1440), ("fp8_block", 1440)], ids=lambda value: value
+)
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3-tp8"])
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
-def test_floors_agree_with_those_of_the_rivals(name: str, tokens: int) -> None:
+def test_floors_agree_with_those_of_the_rivals(name: str, tokens: int, quant: str, tflops: float) -> None:
     """The same formula elsewhere gave the rivals' floors; only the random routing differs."""
-    row = next(r for r in results.rivals() if r["case"] == name and r["tokens"] == tokens)
-    cell = Cell(case=name, spec=cases.MODELS[name], tokens=tokens, dtype="bfloat16")
-    assert cell.floor_us(4550, 774) == pytest.approx(row["floor_us"], rel=0.03)
+    cell = Cell(case=name, spec=cases.MODELS[name], tokens=tokens, dtype="bfloat16", quant=quant)
+    key = (name, tokens, "bfloat16", quant, "uniform")
+    row = next(r for r in results.rivals() if results.cell_of(r) == key)
+    assert cell.floor_us(4550, tflops) == pytest.approx(row["floor_us"], rel=0.03)
 
 
 def test_regimes() -> None:
@@ -129,6 +147,96 @@ def test_a_token_is_routed_the_same_at_every_t() -> None:
     for load in cases.LOADS:
         few, many = (Cell(case="t", spec=TINY, tokens=t, dtype="bfloat16", load=load).logits for t in (3, 64))
         np.testing.assert_array_equal(few, many[:3])
+
+
+# Quantised weights.
+
+
+def test_quants_are_those_that_problems_know() -> None:
+    assert cases.QUANTS == QUANTS
+    cell = Cell(case="tiny", spec=TINY, tokens=1, dtype="bfloat16", quant="fp8_tensor")
+    problem = cell.problem
+    assert (problem.quant, problem.activation_scales) == ("fp8_tensor", ActivationScales.STATIC)
+    assert cell.scheme != QuantScheme.named("fp8_tensor")  # whose scales are made in the call
+
+
+@pytest.mark.parametrize("quant", cases.SCHEMES)
+def test_weights_are_the_unquantised_ones_rounded(quant: str) -> None:
+    scheme = cases.SCHEMES[quant]
+    plain, quantised = (
+        Inputs([Cell(case="tiny", spec=TINY, tokens=1, dtype="bfloat16", quant=q)], [0.0], 2, 0)
+        for q in ("none", quant)
+    )
+    for name, w, q in zip(("w13", "w2"), plain.weights[1], quantised.weights[1], strict=True):
+        largest = {"w13": 6.0, "w2": 20.0}[name] if quant == "fp8_tensor" else None
+        gate_up = TINY.gate_up if name == "w13" else None
+        want = quantize(w, scheme, gate_up=gate_up, input_scale=largest and largest / 448)
+        jax.tree.map(np.testing.assert_array_equal, q, want)
+    shapes = quantised.shapes(quantised.cells[0], VARIANTS["xla"])[1]
+    assert shapes[1] == jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), quantised.weights[1])
+
+
+def test_stored_scales_suit_what_they_are_for() -> None:
+    """The largest of 1e7 numbers use the upper half of FP8's range, and none is beyond it."""
+    rng = np.random.default_rng(0)
+    gate, up = rng.standard_normal((2, 10_000_000), np.float32)
+    for values, largest in ((up, 6.0), (gate / (1 + np.exp(-gate)) * up, 20.0)):
+        assert largest / 2 < np.abs(values).max() < largest
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.kind != OURS])
+def test_only_our_backends_take_fp8(name: str) -> None:
+    cell = Cell(case="olmoe", spec=cases.MODELS["olmoe"], tokens=4096, dtype="bfloat16", quant="fp8_block")
+    for platform in ("gpu", "cpu"):
+        assert "unsupported" in str(VARIANTS[name].supports(cell, platform))
+
+
+def unrounded(x: jax.Array, logits: jax.Array, w13: QTensor, w2: QTensor) -> jax.Array:
+    """A layer of the right weights whose activations are not in FP8."""
+    return right(x, logits, dequantize(w13, x.dtype), dequantize(w2, x.dtype))
+
+
+@pytest.fixture(scope="module")
+def finished_fp8() -> tuple[dict[str, Any], str]:
+    """A run of a right and a wrong layer in all of `cases.QUANTS` but "none", and what it printed."""
+    shown: list[str] = []
+    variants = [VARIANTS["xla"], VARIANTS["lax_ragged_dot"], fake(unrounded, "unrounded")]
+    options = dataclasses.replace(QUICK, detail_tokens=())
+    return measure(variants, [4], options, quants=list(cases.SCHEMES), shown=shown), shown[0]
+
+
+def test_fp8_layers_are_measured(finished_fp8: tuple[dict[str, Any], str]) -> None:
+    result, shown = finished_fp8
+    assert [row["quant"] for row in result["rows"]] == [quant for quant in cases.SCHEMES for _ in range(3)]
+    for row in result["rows"]:
+        cell = Cell(case="tiny", spec=TINY, tokens=4, dtype="bfloat16", quant=row["quant"])
+        assert row["min_bytes"] == cell.experts_hit * 3 * 32 * 48 + 2 * 4 * 32 * 2
+        assert row["floor_us"] == roofline.floor_us(cell, result["roofs"])
+        if row["backend"] == "xla":
+            assert (row["status"], row["error"] < 4e-3) == ("ok", True), row
+            assert any(
+                line.startswith("tiny ") and f" {row['quant']} " in line and " xla " in line
+                for line in shown.splitlines()
+            )
+        elif row["backend"] == "lax_ragged_dot":
+            assert (row["status"], "unsupported" in row["reason"]) == ("skipped", True)
+
+
+def test_a_layer_that_leaves_activations_unrounded_is_red(finished_fp8: tuple[dict[str, Any], str]) -> None:
+    rows = [row for row in finished_fp8[0]["rows"] if row["backend"] == "unrounded"]
+    assert [(row["status"], row["time_us"]) for row in rows] == [("red", None)] * 3
+    assert all("off by more than" in row["reason"] for row in rows)
+
+
+def test_picture_has_a_panel_for_each_quant(
+    finished_fp8: tuple[dict[str, Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    draw = roofline._draw_roofs
+    monkeypatch.setattr(roofline, "_draw_roofs", lambda *args: (drawn.append(args[2]), draw(*args)))
+    roofline.plot(finished_fp8[0], tmp_path / "roofline.png")
+    assert drawn == ["float8_e4m3fn"] * 3
 
 
 # Variants.
@@ -432,13 +540,15 @@ def test_profile_without_a_gpu_has_no_kernels() -> None:
 # Comparing.
 
 
-def result_of(*times: tuple[str, int, str, float | None], **header: Any) -> dict[str, Any]:
+def result_of(
+    *times: tuple[str, int, str, float | None], quant: str = "none", **header: Any
+) -> dict[str, Any]:
     rows = [
         {
             "case": case,
             "tokens": tokens,
             "dtype": "bfloat16",
-            "quant": "none",
+            "quant": quant,
             "load": "uniform",
             "backend": backend,
             "kind": VARIANTS[backend].kind,
@@ -448,7 +558,7 @@ def result_of(*times: tuple[str, int, str, float | None], **header: Any) -> dict
         }
         for case, tokens, backend, us in times
     ]
-    roofs = {"read_gb_per_s": 4550.0, "matmul_tflops": {"bfloat16": 774.0}}
+    roofs = {"read_gb_per_s": 4550.0, "matmul_tflops": {"bfloat16": 774.0, "float8_e4m3fn": 1440.0}}
     return {
         "device": "NVIDIA H200",
         "jax": "0.11.2",
@@ -488,6 +598,18 @@ def test_compare_takes_each_backend_s_best_configuration() -> None:
     assert any(line.startswith("olmoe") and line.endswith(" 2.000") for line in results.compare(a, b))
 
 
+def test_compare_keeps_quants_apart() -> None:
+    a, b = (
+        {**(r := result_of(("olmoe", 1, "xla", bf16))), "rows": r["rows"] + fp8["rows"]}
+        for bf16, fp8 in (
+            (20.0, result_of(("olmoe", 1, "xla", 30.0), quant="fp8_block")),
+            (10.0, result_of(("olmoe", 1, "xla", 10.0), quant="fp8_block")),
+        )
+    )
+    means = [line.split() for line in results.compare(a, b) if line.startswith("xla")]
+    assert [(line[1], line[-4]) for line in means] == [("fp8_block", "3.000"), ("none", "2.000")]
+
+
 def test_compare_from_the_command_line(tmp_path: Path) -> None:
     for name, us in (("a", 30.0), ("b", 10.0)):
         (tmp_path / name).write_text(json.dumps(result_of(("olmoe", 4096, "xla", us))))
@@ -525,6 +647,28 @@ def test_table_round_trip() -> None:
     once = tables.update(readme, block)
     assert once == f"# Title\n\n{tables.BEGIN}\n\n{block}\n\n{tables.END}\n\nThe rest.\n"
     assert tables.update(once, block) == once
+
+
+def test_fp8_has_tables_of_its_own() -> None:
+    plain = result_of(("olmoe", 1, "xla", 55.0), ("olmoe", 1, "lax_ragged_dot", 305.0))
+    fp8 = result_of(
+        ("olmoe", 1, "xla", 30.0),
+        ("olmoe", 8, "xla", 60.0),
+        ("olmoe", 1, "lax_ragged_dot", None),
+        quant="fp8_tensor",
+        date="2026-12-01T00:00:00+00:00",
+    )
+    rival = {**fp8["rows"][0], "rival": "vllm", "time_us": 45.0}
+    bf16_alone, block = tables.render([plain], [rival]), tables.render([plain, fp8], [rival])
+    assert block.startswith(bf16_alone + "\n\n**NVIDIA H200**, FP8 weights, a scale a matrix")
+    own = block.removeprefix(bf16_alone)
+    assert "2026-12-01). Measured roofs: read 4.55 TB/s, 1440 TFLOP/s." in own
+    assert "| olmoe | 1 | 10.0 | **30.0 xla** | 3.00 | – | 45.0 vllm |" in own
+    assert "| olmoe | 8 | 10.0 | **60.0 xla** | 6.00 | – | – |" in own
+    assert "| over the best elsewhere † | 1.50 | – | – |" in own
+    assert "over the best other JAX code" not in own
+    assert "vllm" not in bf16_alone
+    assert tables.TITLES.keys() == set(cases.QUANTS)
 
 
 def test_newer_rows_replace_older_ones() -> None:
@@ -638,9 +782,10 @@ def _is_gone_within(seconds: float, process: int) -> bool:
 
 def test_gpu_check_runs_tiny_cases_and_sums_up() -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--tiny", "--models=tiny", "--only=correctness"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, "--quants=none,fp8_block"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tiny T=8 bfloat16 one_hot xla: error" in done.stdout
+    assert "tiny T=8 bfloat16 fp8_block one_hot xla: error" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 passed, 0 failed"
 
 
