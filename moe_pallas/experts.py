@@ -164,19 +164,22 @@ def fused_experts(
 
 
 def _select(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec, backend: str) -> Selection:
-    tokens = math.prod(x.shape[:-1])
+    problem = _problem(x, w13, spec)
+    selection = select_backend(problem, backend)
+    announce(problem, selection)
+    return selection
+
+
+def _problem(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec) -> Problem:
     scheme = w13.scheme if isinstance(w13, QTensor) else None
-    problem = Problem(
+    return Problem(
         spec=spec,
-        num_tokens=tokens,
+        num_tokens=math.prod(x.shape[:-1]),
         dtype=x.dtype.name,
         weight_dtype=w13.dtype.name,
         quant="none" if scheme is None else scheme.name,
         activation_scales=None if scheme is None else scheme.activations,
     )
-    selection = select_backend(problem, backend)
-    announce(problem, selection)
-    return selection
 
 
 def _xla_moe(
@@ -232,8 +235,7 @@ def _kernel_moe(
     selection: Selection,
 ) -> jax.Array:
     backend, config = _kernels(selection)
-    problem = Problem(spec=spec, num_tokens=math.prod(x.shape[:-1]), dtype=x.dtype.name)
-    if not backend.routes(problem, config):
+    if not backend.routes(_problem(x, w13, spec), config):
         routing = _route_real(logits, correction_bias, mask, spec)
         return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
     # The kernel takes the count itself: no mask needs to be made for it.

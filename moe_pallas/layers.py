@@ -26,7 +26,7 @@ from moe_pallas.routing import (
     sum_over,
 )
 from moe_pallas.sharding import Sharding, routed_experts
-from moe_pallas.spec import MoESpec, Problem, check_array, check_dtype, check_spec
+from moe_pallas.spec import ActivationScales, MoESpec, Problem, check_array, check_dtype, check_spec
 
 Params = Mapping[str, Any]  # of jax.Array, or QTensor where it is an expert's matrix
 Initializer = Callable[..., jax.Array]
@@ -327,10 +327,10 @@ def _shared_expert(params: Params, x: jax.Array, spec: MoESpec) -> jax.Array:
     w13, w2 = params["shared_w13"], params["shared_w2"]
     inputs = x
     if isinstance(w13, QTensor):
-        inputs, w13 = _round(x, w13, scale_of_x(w13)), dequantize(w13)
+        inputs, w13 = _round(x, w13.scheme.activations, scale_of_x(w13)), dequantize(w13)
     h = activate(_matmul(inputs, w13), spec)
     if isinstance(w2, QTensor):
-        h, w2 = _round(h, w2, scale_of_x(w2)), dequantize(w2)
+        h, w2 = _round(h, w2.scheme.hidden, scale_of_x(w2)), dequantize(w2)
     else:
         h = h.astype(x.dtype)
     y = _matmul(h, w2)
@@ -339,8 +339,8 @@ def _shared_expert(params: Params, x: jax.Array, spec: MoESpec) -> jax.Array:
     return y
 
 
-def _round(x: jax.Array, weights: QTensor, input_scale: jax.Array | None) -> jax.Array:
-    rows = round_activations(x.reshape(-1, x.shape[-1]), weights.scheme.activations, input_scale)
+def _round(x: jax.Array, activations: ActivationScales, input_scale: jax.Array | None) -> jax.Array:
+    rows = round_activations(x.reshape(-1, x.shape[-1]), activations, input_scale)
     return rows.reshape(x.shape)
 
 

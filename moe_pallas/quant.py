@@ -16,7 +16,7 @@ INTERLEAVED. The last blocks of a matrix may be smaller: F = 192 has two blocks 
     activations  scale of rows (R, K)                        made of
     STATIC       input_scale, stored with the weights        a calibration
     TENSOR       one for all real rows of the call           amax
-    TOKEN        (R, 1)                                      amax of the row
+    TOKEN        (R, 1), of h as GROUP                       amax of the row
     GROUP        (R, ceil(K / 128))                          amax of 128 columns of the row
 
 Rules, the same in NumPy (`moe_pallas.reference_fp8`), on every backend, for weights and activations:

@@ -183,10 +183,10 @@ def fused_experts(
     for expert, (rows, slots) in visits.items():
         weight = weights[rows, slots][:, np.newaxis]
         inputs[expert] = weight * tokens[rows] if spec.weight_on is WeightOn.INPUT else tokens[rows]
-    for expert, rounded in _rounded(inputs, w13, one_scale=True).items():
+    for expert, rounded in _rounded(inputs, w13, one_scale=True, is_hidden=False).items():
         a = rounded @ _float64(w13[expert]).T
         hidden[expert] = _activate(a if b13 is None else a + _float64(b13[expert]), spec)
-    for expert, rounded in _rounded(hidden, w2, one_scale=False).items():
+    for expert, rounded in _rounded(hidden, w2, one_scale=False, is_hidden=True).items():
         outputs = rounded @ _float64(w2[expert]).T
         if b2 is not None:
             outputs = outputs + _float64(b2[expert])
@@ -289,8 +289,9 @@ def moe(params: Mapping[str, Any], x: ArrayLike, spec: MoESpec, *, mask: ArrayLi
     )
     if spec.shared_intermediate_size:
         w13, w2 = arrays["shared_w13"], arrays["shared_w2"]
-        hidden = _activate(_rounded({0: tokens}, w13, one_scale=True)[0] @ _float64(w13).T, spec)
-        shared = _rounded({0: hidden}, w2, one_scale=True)[0] @ _float64(w2).T
+        inputs = _rounded({0: tokens}, w13, one_scale=True, is_hidden=False)[0]
+        hidden = _activate(inputs @ _float64(w13).T, spec)
+        shared = _rounded({0: hidden}, w2, one_scale=True, is_hidden=True)[0] @ _float64(w2).T
         if spec.shared_expert_gate:
             shared = _sigmoid(tokens @ _float64(arrays["shared_gate"]))[:, np.newaxis] * shared
         total = total + shared
@@ -472,20 +473,21 @@ class _Quantised:
 
 
 def _rounded(
-    rows: dict[int, Float64s], weights: NDArray | _Quantised, *, one_scale: bool
+    rows: dict[int, Float64s], weights: NDArray | _Quantised, *, one_scale: bool, is_hidden: bool
 ) -> dict[int, Float64s]:
     """What takes part in the product with ``weights``: the rows, or if those are quantised their FP8 numbers.
 
-    ``one_scale``: a stored input scale is the largest of all experts', not each expert's own.
+    ``one_scale``: a stored input scale is the largest of all experts', not each expert's own. ``is_hidden``:
+    the rows are those of h, not of x.
     """
     if not isinstance(weights, _Quantised) or not rows:
         return rows
     sizes = [len(part) for part in rows.values()]
-    scale = weights.input_scale
+    scheme, scale = weights.scheme, weights.input_scale
     if scale is not None:
         scale = scale.max() if one_scale else np.repeat(scale[list(rows)], sizes, axis=0)
     rounded = reference_fp8.round_activations(
-        np.concatenate(list(rows.values())), weights.scheme.activations, scale
+        np.concatenate(list(rows.values())), scheme.hidden if is_hidden else scheme.activations, scale
     )
     return dict(zip(rows, np.split(rounded, np.cumsum(sizes)[:-1]), strict=True))
 

@@ -107,8 +107,8 @@ class ActivationScales(_Choice):
     """Which activations that enter a product share one float32 scale, and where it comes from.
 
     STATIC: all, and the scale is stored with the weights (``input_scale``). TENSOR: all of a call's real
-    rows. TOKEN: a row. GROUP: 128 columns of a row, the last group may be smaller. But for STATIC the scale
-    is computed in the call.
+    rows. TOKEN: a row of x; of h, what enters w2, 128 columns of a row. GROUP: 128 columns of a row. The last
+    128 may be fewer. But for STATIC the scale is computed in the call.
     """
 
     STATIC = "static"
@@ -154,7 +154,7 @@ class QuantScheme:
 
     @classmethod
     def named(cls, scheme: QuantScheme | str) -> QuantScheme:
-        """Look up "fp8_tensor" (dynamic, TENSOR), "fp8_channel" (TOKEN) or "fp8_block" (GROUP)."""
+        """Look up "fp8_tensor", "fp8_channel" (both with scales by TOKEN) or "fp8_block" (GROUP)."""
         if isinstance(scheme, QuantScheme):
             return scheme
         if scheme not in _SCHEMES:
@@ -166,6 +166,14 @@ class QuantScheme:
     def name(self) -> str:
         """One of `QUANTS`: how weights are stored, whatever the activations' scales are."""
         return f"fp8_{self.weights.value}"
+
+    @property
+    def hidden(self) -> ActivationScales:
+        """How h, which enters w2, is quantised: like x, but in groups where x is by tokens.
+
+        Scales of 128 columns are made where these columns are; a row's would wait for all of the row.
+        """
+        return ActivationScales.GROUP if self.activations is ActivationScales.TOKEN else self.activations
 
     @property
     def block_shape(self) -> tuple[int | None, int | None]:
@@ -472,7 +480,7 @@ def _checked_choice(name: str, value: Any, choice: type[_Choice], owner: str = "
 _SCHEMES = {
     f"fp8_{weights.value}": QuantScheme(weights=weights, activations=activations)
     for weights, activations in (
-        (WeightScales.TENSOR, ActivationScales.TENSOR),
+        (WeightScales.TENSOR, ActivationScales.TOKEN),
         (WeightScales.CHANNEL, ActivationScales.TOKEN),
         (WeightScales.BLOCK, ActivationScales.GROUP),
     )

@@ -89,7 +89,7 @@ def fused_experts(
         h = activate(a, spec)
         if isinstance(w2, QTensor):
             h = jnp.where(is_live[:, None], h, 0.0)
-            h = round_activations(h, w2.scheme.activations, _scale_of_h(w2, routing, plan))
+            h = round_activations(h, w2.scheme.hidden, _scale_of_h(w2, routing, plan))
         else:
             h = h.astype(x.dtype)
     with jax.named_scope("w2"):

@@ -12,9 +12,9 @@ from moe_pallas import MoESpec, QTensor, QuantScheme, dequantize, quantize_exper
 from moe_pallas.spec import ActivationScales
 
 SCHEMES = {
-    "tensor": QuantScheme.named("fp8_tensor"),
+    "tensor": QuantScheme(weights="tensor", activations="tensor"),
     "tensor-static": QuantScheme(weights="tensor", activations="static"),
-    "tensor-token": QuantScheme(weights="tensor", activations="token"),
+    "tensor-token": QuantScheme.named("fp8_tensor"),
     "channel": QuantScheme.named("fp8_channel"),
     "channel-static": QuantScheme(weights="channel", activations="static"),
     "channel-tensor": QuantScheme(weights="channel", activations="tensor"),

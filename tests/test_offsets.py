@@ -32,7 +32,11 @@ def check(spec: MoESpec, backend: str, num_tokens: int) -> None:
     ids = np.broadcast_to(np.arange(4, dtype=np.int32), (num_tokens, 4))
     factors = np.random.default_rng(0).random((num_tokens, 4), np.float32)
     few = dataclasses.replace(spec, num_experts=4)
-    args = (jnp.asarray(x, jnp.float32), Routing(ids, factors), *(w[-4:].astype(jnp.float32) for w in (w13, w2)))
+    args = (
+        jnp.asarray(x, jnp.float32),
+        Routing(ids, factors),
+        *(w[-4:].astype(jnp.float32) for w in (w13, w2)),
+    )
     expected = fused_experts(*args, spec=few, backend="xla")
     routing = Routing(ids + spec.num_experts - 4, factors)
     y = jax.jit(functools.partial(fused_experts, spec=spec, backend=backend))(x, routing, w13, w2)

@@ -402,19 +402,22 @@ def test_quantised_weights_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS[1:])
-def test_kernels_decline_and_auto_takes_the_portable_backend(quant: str) -> None:
+def test_a_problem_knows_its_scheme(quant: str) -> None:
     spec = MoESpec(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
-    for num_tokens in (1, 4096):
-        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16", quant=quant)
-        assert select_backend(problem, device=H200).backend == "xla"
     problem = Problem(spec=spec, num_tokens=1, dtype="bfloat16", quant=quant)
     assert problem.weight_dtype == "float8_e4m3fn"
     assert problem.activation_scales == QuantScheme.named(quant).activations
-    selection = select_backend(problem, device=H200)
-    assert selection.backend == "xla" and quant in selection.reason
-    with pytest.raises(UnsupportedError, match=quant):
-        select_backend(problem, "swap_ab", device=H200)
-    assert MoE(spec).select_backend(1, quant=quant).backend == "xla"
+
+
+def test_scales_of_a_whole_call_are_for_the_portable_backend() -> None:
+    spec = MoESpec(num_experts=8, top_k=2, hidden_size=256, intermediate_size=256)
+    quant: Any = {"quant": "fp8_tensor", "activation_scales": "tensor"}
+    for num_tokens in (1, 4096):
+        problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16", **quant)
+        selection = select_backend(problem, device=H200)
+        assert selection.backend == "xla" and "activations='token'" in selection.reason
+        with pytest.raises(UnsupportedError, match="activations='token'"):
+            select_backend(problem, "swap_ab", device=H200)
 
 
 @pytest.mark.parametrize(

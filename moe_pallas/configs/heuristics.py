@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 
 from moe_pallas.configs.schema import SMEM_BYTES, GroupedGemmConfig, SwapABConfig, can_split
-from moe_pallas.spec import MoESpec, Problem
+from moe_pallas.spec import ActivationScales, MoESpec, Problem
 
 # BUILD_NOTES "Measured facts": 4.4 TB/s over 132 SMs, and what a step or an item costs besides.
 _BYTES_PER_US = 33.3e3
@@ -39,15 +39,16 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     Returns:
       The configuration that the model predicts to be fastest; not necessarily a legal one, if none is.
     """
+    most = 64 if problem.quant == "none" else SwapABConfig.MAX_FP8_BLOCK_M
     block_m = 8
-    while block_m < min(64, problem.num_tokens):
+    while block_m < min(most, problem.num_tokens):
         block_m *= 2
     spec = problem.spec
     slots = problem.num_tokens * spec.top_k
     blocks = round(max(active_experts(problem.num_tokens, spec), slots / block_m))
     # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
     cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
-    candidates = _candidates(spec, block_m)
+    candidates = _candidates(problem, block_m)
     best = min(candidates, key=lambda config: sum(_cost_us(config, spec, n, num_sms) for n in cases))
     return dataclasses.replace(best, num_stages=_most_stages(best, problem))
 
@@ -97,11 +98,13 @@ def active_experts(num_tokens: int, spec: MoESpec) -> float:
     return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** num_tokens)
 
 
-def _candidates(spec: MoESpec, block_m: int) -> Iterator[SwapABConfig]:
-    plain = SwapABConfig(block_m=block_m, num_stages=3)
-    for up_rows, down_rows, up_splits, down_splits in itertools.product(
-        _ROWS, _ROWS, (1, 2, 4), range(1, 17)
-    ):
+def _candidates(problem: Problem, block_m: int) -> Iterator[SwapABConfig]:
+    spec = problem.spec
+    plain = SwapABConfig(block_m=block_m, num_stages=3, slabs=1 if problem.quant == "none" else 2)
+    rows: tuple[tuple[int, ...], ...] = _ROWS, _ROWS
+    if problem.activation_scales in (ActivationScales.TOKEN, ActivationScales.GROUP):
+        rows = (64,), (64, 32)
+    for up_rows, down_rows, up_splits, down_splits in itertools.product(*rows, (1, 2, 4), range(1, 17)):
         config = dataclasses.replace(
             plain, up_rows=up_rows, down_rows=down_rows, up_splits=up_splits, down_splits=down_splits
         )
@@ -124,8 +127,9 @@ def _cost_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> 
     """Time of the CTA that has the most to do."""
     up_part = -(-config.up_steps(spec) // config.up_splits)
     down_part = -(-config.down_steps(spec) // config.down_splits)
-    up_us = _item_us(2 * config.up_rows, up_part)
-    down_us = _item_us(2 * config.down_rows, down_part)
+    itemsize = 2 if config.slabs == 1 else 1
+    up_us = _item_us(config.up_weight_rows() * itemsize, up_part)
+    down_us = _item_us(config.down_width() * itemsize, down_part)
     ups = blocks * config.up_tiles(spec) * config.up_splits
     downs = blocks * config.down_tiles(spec) * config.down_splits
     rounds, over = divmod(ups, num_sms)
@@ -143,5 +147,5 @@ def _cost_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> 
     return most + _SPLIT_US * (config.up_splits > 1)
 
 
-def _item_us(rows: int, steps: int) -> float:
-    return _ITEM_US + steps * max(_STEP_US, rows * SwapABConfig.BLOCK_K * 2 / _BYTES_PER_US)
+def _item_us(column_bytes: int, steps: int) -> float:
+    return _ITEM_US + steps * max(_STEP_US, column_bytes * SwapABConfig.BLOCK_K / _BYTES_PER_US)

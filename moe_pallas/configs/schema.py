@@ -9,7 +9,7 @@ import dataclasses
 from typing import ClassVar
 
 from moe_pallas.configs.lists import list_bytes, supports_ids
-from moe_pallas.spec import MoESpec, Problem
+from moe_pallas.spec import ActivationScales, MoESpec, Problem, WeightOn
 
 _LEAST_STAGES = 3  # the consumer frees a stage one step late
 _BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
@@ -27,18 +27,19 @@ def can_split(steps: int, splits: int) -> bool:
 class SwapABConfig:
     """How the Swap-AB kernel cuts a problem up. The contraction goes 128 columns at a time.
 
-    Weight rows are multiplied 64 at a time, two such halves to a tile: gate and up, or two runs of rows where
-    there is but one branch. A half may hold fewer rows, so that tiles come out even over the SMs: memory is
-    what decode waits for, not the rows that are multiplied in vain.
+    A tile has two halves, gate and up, or two runs of rows where there is but one branch. Weight rows are
+    multiplied 64 at a time: a half is one such slab, of FP8 two. A slab may hold fewer rows, so that tiles
+    come out even over the SMs: memory is what decode waits for, not the rows that are multiplied in vain.
 
     Args:
       block_m: Tokens of one expert that are multiplied together: 8, 16, 32 or 64. An expert with more has
         its weights read again for the next block.
       num_stages: Tiles of weights and tokens on their way to an SM.
-      up_rows: Weight rows in each half of a tile of the first GEMM, a multiple of 8 up to 64.
+      up_rows: Weight rows in each slab of a tile of the first GEMM, a multiple of 8 up to 64.
       down_rows: The same in the second.
       up_splits: Parts that the contraction of the first GEMM (over D) is cut into.
       down_splits: The same for the second (over F).
+      slabs: Slabs of 64 weight rows in each half of a tile: 1, or 2 of FP8.
     """
 
     block_m: int
@@ -47,17 +48,19 @@ class SwapABConfig:
     down_rows: int = 64
     up_splits: int = 1
     down_splits: int = 1
+    slabs: int = 1
 
     BLOCK_K: ClassVar[int] = 128
-    HALF: ClassVar[int] = 64  # weight rows of one WGMMA
+    SLAB: ClassVar[int] = 64  # weight rows of one WGMMA
+    MAX_FP8_BLOCK_M: ClassVar[int] = 32  # sums and products of a step are held apart: registers
 
     def validate(self, problem: Problem) -> str | None:
         """Say why the kernel can't run ``problem`` this way; None if it can."""
         spec = problem.spec
-        if problem.quant != "none":
-            return f"has no quantised weights; got {problem.quant}."
         if problem.dtype not in ("bfloat16", "float16"):
             return f"computes in bfloat16 or float16; got {problem.dtype}."
+        if objection := self._objection_to_quant(problem):
+            return objection
         for name, size in (
             ("hidden_size", spec.hidden_size),
             ("intermediate_size", spec.intermediate_size),
@@ -69,8 +72,8 @@ class SwapABConfig:
         if not _LEAST_STAGES <= self.num_stages <= 32:
             return f"num_stages is {_LEAST_STAGES} ... 32; got {self.num_stages}."
         for name, rows in (("up_rows", self.up_rows), ("down_rows", self.down_rows)):
-            if rows % 8 or not 8 <= rows <= self.HALF:
-                return f"{name} is a multiple of 8 up to {self.HALF}; got {rows}."
+            if rows % 8 or not 8 <= rows <= self.SLAB:
+                return f"{name} is a multiple of 8 up to {self.SLAB}; got {rows}."
         for name, splits, steps in (
             ("up_splits", self.up_splits, self.up_steps(spec)),
             ("down_splits", self.down_splits, self.down_steps(spec)),
@@ -81,9 +84,41 @@ class SwapABConfig:
             return f"needs {need} bytes of shared memory, of which a CTA has {SMEM_BYTES}: use fewer stages."
         return None
 
+    def _objection_to_quant(self, problem: Problem) -> str | None:
+        spec, activations = problem.spec, problem.activation_scales
+        if activations is None:
+            return None if self.slabs == 1 else f"slabs is 1 unless weights are quantised; got {self.slabs}."
+        if self.slabs != 2:
+            return f"slabs is 2 of quantised weights; got {self.slabs}."
+        if self.block_m > self.MAX_FP8_BLOCK_M:
+            return f"block_m is at most {self.MAX_FP8_BLOCK_M} in FP8; got {self.block_m}."
+        if activations is ActivationScales.TENSOR:
+            return (
+                "has no scales of activations that a call shares: each token would wait for all others. "
+                "Scales of tokens are as good, with the same weights: activations='token'."
+            )
+        if spec.weight_on is WeightOn.INPUT:
+            return "quantises x before it is routed, which weight_on='input' does not allow."
+        if activations is not ActivationScales.STATIC and self.up_rows != self.SLAB:
+            return f"up_rows is {self.SLAB} (half a group of h) unless scales are static; got {self.up_rows}."
+        if activations is ActivationScales.GROUP and self.down_rows not in (32, self.SLAB):
+            return f"down_rows is 32 or {self.SLAB} with weights in blocks; got {self.down_rows}."
+        half = self.slabs * self.SLAB
+        for name, size, least in (
+            ("hidden_size", spec.hidden_size, 2 * half),
+            ("intermediate_size", spec.intermediate_size, half if spec.gated else 2 * half),
+        ):
+            if size % 128 or size < least:
+                return f"needs {name} in multiples of 128 from {least} on in FP8; got {size}."
+        return None
+
+    def up_weight_rows(self) -> int:
+        """Weight rows of a tile of the first GEMM."""
+        return 2 * self.slabs * self.up_rows
+
     def up_width(self, spec: MoESpec) -> int:
         """Columns of h that one tile of the first GEMM makes."""
-        return self.up_rows * (1 if spec.gated else 2)
+        return self.up_weight_rows() // (2 if spec.gated else 1)
 
     def up_tiles(self, spec: MoESpec) -> int:
         """Tiles of the first GEMM, for each expert."""
@@ -94,8 +129,8 @@ class SwapABConfig:
         return -(-spec.hidden_size // self.BLOCK_K)
 
     def down_width(self) -> int:
-        """Columns of y that one tile of the second GEMM makes."""
-        return 2 * self.down_rows
+        """Columns of y that one tile of the second GEMM makes, weight rows of one likewise."""
+        return 2 * self.slabs * self.down_rows
 
     def down_tiles(self, spec: MoESpec) -> int:
         """Tiles of the second GEMM, for each expert."""
@@ -127,13 +162,24 @@ class SwapABConfig:
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA: the ring, the lists of the routing if it makes them, and the barriers."""
         lists = self._list_bytes(problem) if self.makes_lists(problem) else 0
-        return self.num_stages * self._stage_bytes() + lists + _BARRIER_BYTES
+        return self.num_stages * self._stage_bytes() + lists + self._scale_bytes(problem) + _BARRIER_BYTES
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """Count the global memory of what the phases leave to each other: h, the slots, parts of a split."""
+        """Count the global memory of what the phases leave to each other.
+
+        That is h, the slots, parts of a split; in FP8 also x, and the scales of both.
+        """
         spec, rows = problem.spec, self.max_rows(problem)
-        parts = 2 * self.HALF * self.block_m * self.max_up_items(problem) if self.up_splits > 1 else 0
-        return 2 * rows * spec.intermediate_size + 4 * (self.down_splits * rows * spec.hidden_size + parts)
+        split = 2 * self.slabs * self.SLAB * self.block_m * self.max_up_items(problem)
+        floats = self.down_splits * rows * spec.hidden_size + (split if self.up_splits > 1 else 0)
+        if problem.activation_scales is None:
+            return 2 * rows * spec.intermediate_size + 4 * floats
+        codes = rows * spec.intermediate_size + problem.num_tokens * spec.hidden_size
+        if problem.activation_scales is not ActivationScales.STATIC:
+            floats += rows * self.down_steps(spec)
+        is_group = problem.activation_scales is ActivationScales.GROUP
+        floats += problem.num_tokens * (self.up_steps(spec) if is_group else 1)
+        return codes + 4 * floats
 
     def makes_lists(self, problem: Problem) -> bool:
         """Whether the kernel finds out by itself where tokens go, and has no plan made for it before."""
@@ -141,14 +187,27 @@ class SwapABConfig:
             return False
         if problem.num_tokens * problem.spec.num_experts > _MOST_LOGITS or problem.num_tokens > _MOST_TOKENS:
             return False
-        ring = _LEAST_STAGES * self._stage_bytes()
+        least = dataclasses.replace(self, num_stages=_LEAST_STAGES)
+        ring = least.num_stages * least._stage_bytes() + least._scale_bytes(problem)
         return ring + self._list_bytes(problem) + _BARRIER_BYTES <= SMEM_BYTES
 
     def _list_bytes(self, problem: Problem) -> int:
         return list_bytes(problem.num_tokens, problem.spec, self.block_m)
 
     def _stage_bytes(self) -> int:
-        return (2 * self.HALF + self.block_m) * self.BLOCK_K * 2
+        # Two slabs a half are those of FP8: as many bytes of weights in a stage.
+        return (2 * self.slabs * self.SLAB + self.block_m) * self.BLOCK_K * (2 if self.slabs == 1 else 1)
+
+    def _scale_bytes(self, problem: Problem) -> int:
+        """Scales in shared memory: of the ring, and of what a warp finds for a block's tokens."""
+        if problem.activation_scales is None:
+            return 0
+        words = self.num_stages * self.scales_of_stage(), 4 * self.block_m
+        return sum(-(-4 * count // 1024) * 1024 for count in words)
+
+    def scales_of_stage(self) -> int:
+        """Scales that come with a stage of the ring: of its tokens, then of its slabs."""
+        return self.block_m + 2 * self.slabs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

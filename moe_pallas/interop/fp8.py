@@ -7,9 +7,10 @@ What is read, always e4m3 with float scales:
     fp8                 weight_block_size [128, 128]          dynamic, groups      X.weight_scale_inv
     compressed-tensors  strategy tensor, channel or block     static or dynamic    X.weight_scale
 
-("inv" or not, the stored number is the one that codes are multiplied with.) Static activations have an
-``X.input_scale`` too. Mixtral, Qwen3-MoE and DeepSeek-V3 come so. Nothing is dequantised: codes are read
-byte for byte, scales as float32, whatever float they are stored as.
+("inv" or not, the stored number is the one that codes are multiplied with.) Dynamic activations of the first
+row get scales by TOKEN: they are finer than a call's, and a token's result does not depend on the others.
+Static activations have an ``X.input_scale`` too. Mixtral, Qwen3-MoE and DeepSeek-V3 come so. Nothing is
+dequantised: codes are read byte for byte, scales as float32, whatever float they are stored as.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def quantization_config(scheme: QuantScheme | str) -> dict[str, Any]:
       [128, 128]
     """
     scheme = QuantScheme.named(scheme)
-    if scheme.weights is WeightScales.CHANNEL or scheme.activations is ActivationScales.TOKEN:
+    if scheme.weights is WeightScales.CHANNEL or scheme.activations is ActivationScales.TENSOR:
         group = {
             "targets": ["Linear"],
             "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": scheme.weights.value},
@@ -180,7 +181,7 @@ def _fp8(stated: Mapping[str, Any]) -> Layout:
         raise _unread(f"activation_scheme={activations!r}")
     block = stated.get("weight_block_size")
     if block is None:
-        kind = ActivationScales.STATIC if activations == "static" else ActivationScales.TENSOR
+        kind = ActivationScales.STATIC if activations == "static" else ActivationScales.TOKEN
         return Layout(QuantScheme(weights=WeightScales.TENSOR, activations=kind), "weight_scale")
     if block != [QuantScheme.BLOCK, QuantScheme.BLOCK] or activations == "static":
         raise _unread(f"weight_block_size={block!r} with activation_scheme={activations!r}")

@@ -47,7 +47,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.kernels import _mgpu
+from moe_pallas.kernels import _gather, _mgpu
 from moe_pallas.spec import GateUp
 
 _PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
@@ -190,7 +190,7 @@ def _produce(launch: _Launch) -> jax.Array:
 
     def produce(item: _Item, first_step: jax.Array) -> None:
         if gathers:
-            copy_rows = _mgpu.gather_tile(
+            copy_rows = _gather.gather_tile(
                 operands.rows,
                 operands.token_of,
                 scratch.rows,
@@ -258,7 +258,7 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> ja
             stage = launch.stage(first_step + k)
             plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
             if scratch.landed is not None:
-                _mgpu.await_landed(scratch.landed, first_step + k)
+                _gather.await_landed(scratch.landed, first_step + k)
             weights = scratch.weights.at[stage]
             weights = weights.transpose((1, 0)) if launch.contract_last else weights
             plgpu.wgmma(accumulator, scratch.rows.at[stage, mine], weights)
@@ -388,7 +388,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     launch = _Launch(*unflatten(refs), **statics)
     if launch.scratch.landed is not None:
-        _mgpu.init_landed(launch.scratch.landed)
+        _gather.init_landed(launch.scratch.landed)
     warpgroup = lax.axis_index("wg")
 
     @pl.when(warpgroup == _PRODUCER)

@@ -1,7 +1,7 @@
-"""What the kernels need of Mosaic GPU beyond stable Pallas: the only file that imports unstable parts of it.
+"""What the kernels need of Mosaic GPU beyond stable Pallas.
 
 Most of it are a few instructions of PTX that Pallas has no word for: flags in global memory by which CTAs
-of one launch wait for each other, the gather of token rows into a WGMMA operand, and a transposed store.
+of one launch wait for each other, and a transposed store. `_gather` has the copies of token rows.
 
 Flags are 64-bit words that hold the number of the launch that set them last, so that they are never reset: a
 flag is up if it holds the number of the running launch. The number comes from a ticket counter at the head of
@@ -16,7 +16,6 @@ ends with an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,11 +37,11 @@ _NO_LAUNCH = -1
 _MAX_POLLS = 1 << 24  # some 10 s: a wait that long is a fault, which must not look like a hang
 
 # Named barriers (bar.sync): 0 is the CTA's, Mosaic takes 1 + warpgroup.
-_PUBLISH_BARRIER, _GATHER_BARRIER, _AWAIT_BARRIER = 8, 9, 10  # the last and two more: one a warpgroup
+_PUBLISH_BARRIER, _AWAIT_BARRIER = 8, 10  # the last and two more: one a warpgroup. 9 is that of `_gather`
 _STORE_BARRIER = 13  # and one more: one a warpgroup
 _DRAW_BARRIER = 15
 
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def num_sms() -> int:
@@ -66,7 +65,7 @@ def new_flags(count: int) -> np.ndarray:
     return flags
 
 
-def _address(ref: ir.Value) -> ir.Value:
+def address(ref: ir.Value) -> ir.Value:
     """64-bit generic address of a ref in global or shared memory."""
     pointer = mgpu.utils.memref_ptr(ref)
     generic = ir.Type.parse("!llvm.ptr")
@@ -75,11 +74,12 @@ def _address(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), pointer)
 
 
-def _shared_address(ref: ir.Value) -> ir.Value:
+def shared_address(ref: ir.Value) -> ir.Value:
+    """32-bit address of a ref in shared memory."""
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
-def _ptx(code: str, **operands: ir.Value) -> None:
+def ptx(code: str, **operands: ir.Value) -> None:
     """Run PTX in every thread; ``%[name]`` stands for an operand."""
     names = list(operands)
     text = re.sub(r"%\[(\w+)\]", lambda m: f"${names.index(m.group(1))}", code)
@@ -90,8 +90,9 @@ def _ptx(code: str, **operands: ir.Value) -> None:
     )
 
 
-def _value(scalar: Any) -> ir.Value:
-    return scalar.registers.item()
+def scalar(value: Any) -> ir.Value:
+    """Give the one register of a scalar."""
+    return value.registers.item()
 
 
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
@@ -104,7 +105,7 @@ def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def draw(ctx: Any, flags: Any, epoch: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n, m, l;
             {_first_thread_and_share(num_ctas)}
             mov.u64 m, 0;
@@ -114,8 +115,8 @@ def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:
             add.u64 n, n, 1; selp.b64 n, {_NO_LAUNCH}, n, q;  // q: a launch before this one has not left
             @p st.u64 [%[epoch]], n;
             bar.sync {_PUBLISH_BARRIER}, 128; }}""",
-            flags=_address(flags),
-            epoch=_address(epoch),
+            flags=address(flags),
+            epoch=address(epoch),
         )
 
     draw(flags_gmem, epoch_smem)
@@ -126,11 +127,11 @@ def leave(flags_gmem: Any, num_ctas: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def count(ctx: Any, flags: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p, q; .reg .b32 t; .reg .b64 n;
             {_first_thread_and_share(num_ctas)}
             @p red.relaxed.gpu.global.add.u64 [%[flags]+8], n; }}""",
-            flags=_address(flags),
+            flags=address(flags),
         )
 
     count(flags_gmem)
@@ -144,11 +145,11 @@ def check_alone(epoch_smem: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def check(ctx: Any, epoch: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p; .reg .b64 n, a;
             ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH};
             mov.u64 a, 0; @p st.global.u64 [a], n; }}""",
-            epoch=_address(epoch),
+            epoch=address(epoch),
         )
 
     check(epoch_smem)
@@ -168,9 +169,9 @@ def draw_item(
         items_smem[slot] = items_smem[lax.rem(slot + slots - 1, jnp.int32(slots))] + num_ctas
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR))
     def draw(ctx: Any, flags: Any, items: Any, slot: Any, total: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p, q; .reg .b32 t, n; .reg .b64 a;
             mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
             @p atom.relaxed.gpu.global.add.u32 n, [%[flags]+{8 * _ITEM_COUNTER}], 1;
@@ -179,10 +180,10 @@ def draw_item(
             add.s32 n, n, {num_ctas}; mad.wide.s32 a, %[slot], 4, %[items];
             @p st.u32 [a], n;
             bar.sync {_DRAW_BARRIER}, 128; }}""",
-            flags=_address(flags),
-            items=_address(items),
-            slot=_value(slot),
-            total=_value(total),
+            flags=address(flags),
+            items=address(items),
+            slot=scalar(slot),
+            total=scalar(total),
         )
 
     draw(flags_gmem, items_smem, slot, total)
@@ -200,7 +201,7 @@ def proxy_fence() -> None:
 
     @plgpu.inline_mgpu()
     def fence(ctx: Any) -> None:
-        _ptx("fence.proxy.async;")
+        ptx("fence.proxy.async;")
 
     fence()
 
@@ -208,17 +209,17 @@ def proxy_fence() -> None:
 def raise_flag(flags_gmem: Any, index: jax.Array, epoch_smem: Any) -> None:
     """Raise a flag; who sees it up sees all that this warpgroup has stored before."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType()))
     def publish(ctx: Any, flags: Any, index: Any, epoch: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p; .reg .b32 t; .reg .b64 a, n;
             bar.sync {_PUBLISH_BARRIER}, 128;
             mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0;
             ld.u64 n, [%[epoch]]; mad.wide.s32 a, %[index], 8, %[flags];
             @p st.release.gpu.global.u64 [a+{8 * HEADER_FLAGS}], n; }}""",
-            flags=_address(flags),
-            index=_value(index),
-            epoch=_address(epoch),
+            flags=address(flags),
+            index=scalar(index),
+            epoch=address(epoch),
         )
 
     publish(flags_gmem, index, epoch_smem)
@@ -229,9 +230,9 @@ def await_flags(
 ) -> None:
     """Wait until flags first … first + count - 1 are up; each thread watches every 128th."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.RefType()))
     def wait(ctx: Any, flags: Any, first: Any, count: Any, epoch: Any) -> None:
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p; .reg .b32 t, polls; .reg .b64 a, n, m;
             ld.u64 n, [%[epoch]]; setp.eq.s64 p, n, {_NO_LAUNCH}; @p trap;
             mov.u32 t, %tid.x; and.b32 t, t, 127;
@@ -242,103 +243,18 @@ def await_flags(
             setp.ne.u64 p, m, n; @p bra POLL;
             add.u32 t, t, 128; bra FLAG;
             DONE: bar.sync {_AWAIT_BARRIER + warpgroup}, 128; }}""",
-            flags=_address(flags),
-            first=_value(first),
-            count=_value(count),
-            epoch=_address(epoch),
+            flags=address(flags),
+            first=scalar(first),
+            count=scalar(count),
+            epoch=address(epoch),
         )
 
     wait(flags_gmem, first, count, epoch_smem)
 
 
-def gather_rows(
-    x_gmem: Any,
-    token_of: Any,
-    x_smem: Any,
-    first: jax.Array,
-    size: jax.Array,
-    step: jax.Array,
-    stage: jax.Array,
-    *,
-    interpret: bool,
-) -> None:
-    """Start to copy rows ``token_of[first : first + size]`` of x, 128 columns from ``128 * step`` on.
-
-    Into stage ``stage`` of ``x_smem`` (stages, block_m, 128), in the layout of a WGMMA operand. Columns past
-    the end of x become 0. Rows past ``size`` keep what they held: a column of the product depends on its
-    own row alone.
-    """
-    _, block_m, block_k = x_smem.shape
-    hidden_size = x_gmem.shape[1]
-    if interpret:
-        # One ordinary load a row: the interpreter has no cp.async.
-        for j in range(block_m):
-
-            @pl.when(j < size)
-            def _(j: int = j) -> None:
-                x_smem[stage, j, :] = x_gmem[token_of[first + j], pl.ds(step * block_k, block_k)]
-
-        return
-    row_bytes, chunks = 2 * hidden_size, block_k * 2 // 16
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.RefType(operand_transforms(x_smem.dtype)),
-            _SCALAR,
-            _SCALAR,
-            _SCALAR,
-            _SCALAR,
-        )
-    )
-    def gather(
-        ctx: Any, x: Any, tokens: Any, operand: Any, first: Any, size: Any, step: Any, st: Any
-    ) -> None:
-        # Thread t copies chunk t % 16 (16 bytes) of rows t / 16, t / 16 + 8, …
-        per_row = "".join(
-            f"""
-            add.s32 j, r, {row}; setp.lt.s32 p, j, %[size];
-            mad.wide.s32 a, j, 4, tokens; @p ld.b32 t, [a];
-            mad.wide.s32 a, t, {row_bytes}, source; add.u32 d, target, {row * 256};
-            @p cp.async.cg.shared.global [d], [a], 16, bytes;"""
-            for row in range(0, block_m, 8)
-        )
-        _ptx(
-            f"""{{ .reg .pred p; .reg .b32 t, r, c, j, d, target, bytes; .reg .b64 a, tokens, source;
-            mov.u32 t, %tid.x; and.b32 t, t, 127; shr.u32 r, t, 4; and.b32 c, t, 15; mov.u32 t, 0;
-            mad.wide.s32 tokens, %[first], 4, %[tokens];
-            mad.lo.s32 j, %[step], {chunks}, c; setp.lt.s32 p, j, {-(-hidden_size // 8)};
-            selp.b32 bytes, 16, 0, p; selp.b32 j, j, 0, p; mad.wide.s32 source, j, 16, %[x];
-            mad.lo.s32 target, %[stage], {block_m * block_k * 2}, %[operand];
-            shr.u32 d, c, 3; mad.lo.u32 target, d, 1024, target; mad.lo.u32 target, r, 128, target;
-            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
-            {per_row}
-            cp.async.commit_group; }}""",
-            x=_address(x),
-            tokens=_address(tokens),
-            operand=_shared_address(operand),
-            first=_value(first),
-            size=_value(size),
-            step=_value(step),
-            stage=_value(st),
-        )
-
-    gather(x_gmem, token_of, x_smem, first, size, step, stage)
-
-
-def await_gather(pending: int, *, interpret: bool) -> None:
-    """Wait until all but the last ``pending`` gathers are in shared memory, for WGMMA to see."""
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(ctx: Any) -> None:
-        _ptx(
-            f"cp.async.wait_group {pending}; fence.proxy.async.shared::cta; bar.sync {_GATHER_BARRIER}, 128;"
-        )
-
-    wait()
+def consumer_barrier() -> None:
+    """Let every thread of a consumer come here; inside a function of `plgpu.inline_mgpu`, one warpgroup's."""
+    ptx(f"bar.sync {_STORE_BARRIER}, 128;")
 
 
 def store(ref: Any, value: jax.Array, *, interpret: bool) -> None:
@@ -375,7 +291,7 @@ def load_column(
     }[dtype]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
         return_type=plgpu.ShapeDtypeStruct((64, width), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def load(ctx: Any, ref: Any, row: Any, column: Any) -> Any:
@@ -385,7 +301,7 @@ def load_column(
         for upper in (0, 8):
             value = llvm.inline_asm(
                 f32,
-                [_address(ref), _value(row), _value(column)],
+                [address(ref), scalar(row), scalar(column)],
                 f"""{{ .reg .pred p; .reg .b32 t, l; .reg .b{8 * itemsize} h; .reg .b16 z; .reg .b64 a;
                 mov.u32 t, %tid.x; and.b32 l, t, 31; shr.u32 l, l, 2; shr.u32 t, t, 5; and.b32 t, t, 3;
                 mad.lo.s32 t, t, 16, l; add.s32 t, t, {upper}; setp.lt.s32 p, t, {num_rows};
@@ -429,7 +345,7 @@ def store_columns(
     row_length = ref.shape[1]
     itemsize = jnp.dtype(value.dtype).itemsize
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR, _SCALAR, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, SCALAR, SCALAR, SCALAR))
     def store(ctx: Any, ref: Any, value: Any, row: Any, column: Any, size: Any) -> None:
         # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, ...): for each
         # column, 8 lanes write 8 neighbours.
@@ -444,7 +360,7 @@ def store_columns(
                     offset = itemsize * ((8 * j + half) * row_length + 8 * i)
                     bits = f"%[v{2 * j + i}_{half}]"
                     stores.append(f"@r{i} st.global.b{8 * itemsize} [a+{offset}], {bits};")
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p, q0, q1, r0, r1; .reg .b32 t, l, c, s; .reg .b64 a;
             mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 c, l, 3; shl.b32 c, c, 1; sub.s32 s, %[size], c;
             shr.u32 l, l, 2; shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4; add.s32 t, t, l;
@@ -452,10 +368,10 @@ def store_columns(
             add.s32 c, c, %[row]; mul.wide.s32 a, c, {itemsize * row_length}; add.s64 a, a, %[ref];
             add.s32 t, t, %[column]; mad.wide.s32 a, t, {itemsize}, a;
             {" ".join(stores)} }}""",
-            ref=_address(ref),
-            row=_value(row),
-            column=_value(column),
-            size=_value(size),
+            ref=address(ref),
+            row=scalar(row),
+            column=scalar(column),
+            size=scalar(size),
             **registers,
         )
 
@@ -467,143 +383,6 @@ def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
     bits = ir.IntegerType.get_signless(8 * itemsize)
     return [llvm.bitcast(bits, llvm.extractelement(pair, mgpu.utils.c(half, i32))) for half in range(2)]
-
-
-def gather_tile(
-    x_gmem: Any,
-    token_of: Any,
-    x_smem: Any,
-    first: jax.Array,
-    size: jax.Array,
-    landed_smem: Any,
-    *,
-    interpret: bool,
-) -> Callable[[jax.Array, jax.Array], None]:
-    """Find rows ``token_of[first : first + size]`` of x, size <= 128; return a function that copies them.
-
-    Without ``token_of``, rows ``first : first + size``.
-
-    ``copy(step, stage)`` starts to copy 64 columns from ``64 * step`` on into stage ``stage`` of ``x_smem``
-    (stages, 128, 64), in the layout of a WGMMA operand, and to arrive at the stage's barrier in
-    ``landed_smem`` (`init_landed`) when they are there; interpreted, it waits. Rows past ``size`` keep what
-    they held: a row of the product depends on its own row alone.
-    """
-    _, block_m, block_k = x_smem.shape
-    assert (block_m, block_k) == (128, 64), x_smem.shape
-    if interpret:
-        # One ordinary load a row: the interpreter has no cp.async.
-        def copy_rows(step: jax.Array, stage: jax.Array) -> None:
-            @pl.loop(0, size)
-            def _(j: jax.Array) -> None:
-                row = first + j if token_of is None else token_of[first + j]
-                x_smem[stage, j, :] = x_gmem[row, pl.ds(step * block_k, block_k)]
-
-        return copy_rows
-    # Thread t copies chunk t % 8 (16 bytes) of rows t / 8, t / 8 + 16, …: it keeps the tokens of 8 rows.
-    per_thread = block_m // 16
-    held = plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
-    look_up = "" if token_of is None else "mad.wide.s32 a, r, 4, $1; @p ld.global.b32 r, [a];"
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=held),
-    )
-    def find(ctx: Any, tokens: Any, first: Any, size: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        registers = np.empty((per_thread,), dtype=object)
-        for i in range(per_thread):
-            token = llvm.inline_asm(
-                i32,
-                [_address(tokens), _value(first), _value(size)],
-                f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
-                mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
-                setp.lt.s32 p, r, $3; add.s32 r, r, $2; {look_up}
-                selp.b32 $0, r, -1, p; }}""",
-                "=&r,l,r,r,~{memory}",
-                has_side_effects=True,
-            )
-            vector = llvm.mlir_undef(ir.VectorType.get((1,), i32))
-            registers[i] = llvm.insertelement(vector, token, mgpu.utils.c(0, i32))
-        layout = mgpu.WGStridedFragLayout((128 * per_thread,), vec_size=1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(operand_transforms(x_smem.dtype)),
-            plgpu.RefType(),
-            held,
-            _SCALAR,
-            _SCALAR,
-        )
-    )
-    def gather(ctx: Any, x: Any, operand: Any, landed: Any, tokens: Any, step: Any, stage: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        zero = mgpu.utils.c(0, i32)
-        rows = {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(tokens.registers.flat)}
-        # A row is one line of a swizzled tile: 16 rows on, it is two tiles on.
-        copies = "".join(
-            f"""
-            setp.ge.s32 p, %[t{i}], 0; mad.wide.s32 a, %[t{i}], {2 * x_gmem.shape[1]}, source;
-            @p cp.async.cg.shared.global [target+{2048 * i}], [a], 16;"""
-            for i in range(per_thread)
-        )
-        _ptx(
-            f"""{{ .reg .pred p; .reg .b32 r, c, d, target; .reg .b64 a, source;
-            mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3;
-            mad.lo.s32 d, %[step], {block_k * 2 // 16}, c; mad.wide.s32 source, d, 16, %[x];
-            mad.lo.s32 target, %[stage], {block_m * block_k * 2}, %[operand];
-            mad.lo.u32 target, r, 128, target;
-            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
-            {copies}
-            mad.lo.u32 d, %[stage], 8, %[landed];
-            cp.async.mbarrier.arrive.noinc.shared::cta.b64 [d]; }}""",
-            x=_address(x),
-            operand=_shared_address(operand),
-            landed=_shared_address(landed),
-            step=_value(step),
-            stage=_value(stage),
-            **rows,
-        )
-
-    found = find(x_gmem if token_of is None else token_of, first, size)
-    return lambda step, stage: gather(x_gmem, x_smem, landed_smem, found, step, stage)
-
-
-def init_landed(landed_smem: Any) -> None:
-    """Make barriers of (stages, 2) words, for a warpgroup's gathers to arrive; in all threads of a CTA."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def init(ctx: Any, landed: Any) -> None:
-        inits = " ".join(
-            f"@p mbarrier.init.shared::cta.b64 [%[landed]+{8 * i}], 128;" for i in range(landed_smem.shape[0])
-        )
-        _ptx(
-            f"""{{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            {inits} fence.mbarrier_init.release.cluster; bar.sync 0; }}""",
-            landed=_shared_address(landed),
-        )
-
-    init(landed_smem)
-
-
-def await_landed(landed_smem: Any, step: jax.Array) -> None:
-    """Wait until the rows of a step are in shared memory, for WGMMA to see."""
-    stages = landed_smem.shape[0]
-    turn = lax.div(step, jnp.int32(stages))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
-    def wait(ctx: Any, landed: Any, stage: Any, parity: Any) -> None:
-        _ptx(
-            """{ .reg .pred p; .reg .b32 a; mad.lo.u32 a, %[stage], 8, %[landed];
-            AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [a], %[parity]; @!p bra AGAIN;
-            fence.proxy.async.shared::cta; }""",
-            landed=_shared_address(landed),
-            stage=_value(stage),
-            parity=_value(parity),
-        )
-
-    wait(landed_smem, step - turn * stages, turn & 1)
 
 
 def store_tile(
@@ -633,7 +412,7 @@ def store_tile(
     row_bytes = 2 * out_gmem.shape[1]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(operand_transforms(tiles_smem.dtype)), plgpu.RefType(), *[_SCALAR] * 5)
+        arg_types=(plgpu.RefType(operand_transforms(tiles_smem.dtype)), plgpu.RefType(), *[SCALAR] * 5)
     )
     def store(
         ctx: Any, tiles: Any, out: Any, warpgroup: Any, tile: Any, row: Any, column: Any, size: Any
@@ -645,7 +424,7 @@ def store_tile(
             @p st.global.v4.b32 [a], {{v0, v1, v2, v3}}; add.s64 a, a, {16 * row_bytes};"""
             for j in range(0, rows, 16)
         )
-        _ptx(
+        ptx(
             f"""{{ .reg .pred p; .reg .b32 r, c, d, s, source, v0, v1, v2, v3; .reg .b64 a;
             add.s32 d, %[warpgroup], {_STORE_BARRIER}; bar.sync d, 128;
             mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3; sub.s32 s, %[size], r;
@@ -656,13 +435,13 @@ def store_tile(
             mad.lo.u32 c, c, 8, %[column]; mad.wide.s32 a, c, 2, a;
             {copies}
             add.s32 d, %[warpgroup], {_STORE_BARRIER}; bar.sync d, 128; }}""",
-            tiles=_shared_address(tiles),
-            out=_address(out),
-            warpgroup=_value(warpgroup),
-            tile=_value(tile),
-            row=_value(row),
-            column=_value(column),
-            size=_value(size),
+            tiles=shared_address(tiles),
+            out=address(out),
+            warpgroup=scalar(warpgroup),
+            tile=scalar(tile),
+            row=scalar(row),
+            column=scalar(column),
+            size=scalar(size),
         )
 
     warpgroup, tile = at

@@ -225,6 +225,20 @@ def _fma(x: Float, y: Float, z: Float) -> Float:
     return Float(llvm.intr_fma(x.value, y.value, z.value))
 
 
+def reciprocal(x: Float) -> Float:
+    """Return 1 / x, rounded to the nearest."""
+    return Float(_pure("rcp.rn.f32 $0, $1;", ir.F32Type.get(), x))
+
+
+def to_e4m3(low: Float, high: Float) -> Int:
+    """Round two numbers to the nearest e4m3, ±448 at most; return the codes as the lower half of a word."""
+    return Int(
+        _pure(
+            "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }", _word(), low, high
+        )
+    )
+
+
 def count_bits(x: Int) -> Int:
     """Count the bits that are set."""
     return Int(llvm.intr_ctpop(x.value))
@@ -302,10 +316,13 @@ def warp_float_sum(x: Float, num_lanes: int = 32) -> Float:
     return x
 
 
-def warp_float_max(x: Float, num_lanes: int = 32) -> Float:
-    """Return the largest value of each group of as many neighbouring lanes, a power of two."""
+def warp_float_max(x: Float, num_lanes: int = 32, apart: int = 1) -> Float:
+    """Return the largest value of each group of as many neighbouring lanes, or of every so many of these.
+
+    ``num_lanes`` and ``apart`` are powers of two: lane l sees lanes l, l + apart, ... of its group.
+    """
     distance = num_lanes // 2
-    while distance:
+    while distance >= apart:
         x = maximum(x, Float(_shuffle(x.value, distance, nvvm.ShflKind.bfly, clamp=31)))
         distance //= 2
     return x
@@ -341,6 +358,8 @@ class Memory:
     def __init__(self, ref: Any):
         self.size = math.prod(ir.MemRefType(ref.type).shape)
         self._element = ir.MemRefType(ref.type).element_type
+        if mgpu.utils.bitwidth(self._element) == 8:  # LLVM has no FP8
+            self._element = ir.IntegerType.get_signless(8)
         self._pointer = mgpu.utils.memref_ptr(ref)
 
     def after(self, count: int) -> Memory:
@@ -373,7 +392,7 @@ class Memory:
         return Float(arith.extf(ir.F32Type.get(), value))
 
     def store(self, index: Int | int, value: Int | Float | int) -> None:
-        """Write one element, of 32 bits."""
+        """Write 32 bits: one element, or what else has room there."""
         scalar = value if isinstance(value, _Scalar) else Int.of(value)
         llvm.store(scalar.value, self._at(index))
 

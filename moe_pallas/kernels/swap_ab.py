@@ -55,15 +55,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.lists import supports_logits
 from moe_pallas.configs.schema import SwapABConfig
-from moe_pallas.kernels import _mgpu, _plan, _routing
+from moe_pallas.kernels import _gather, _mgpu, _plan, _quantise, _routing
 from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._combine import combine, keep_if
 from moe_pallas.kernels._launch import CONSUMER, TOKENS, WEIGHTS, Buffers, Launch, Operands, Scratch
 from moe_pallas.kernels._schedule import Item
+from moe_pallas.quant import QTensor, quantize_activations
 from moe_pallas.routing import Routing
-from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
+from moe_pallas.spec import (
+    ActivationScales,
+    GateUp,
+    MoESpec,
+    Problem,
+    QuantScheme,
+    WeightOn,
+    WeightScales,
+)
 
-_HALF = SwapABConfig.HALF
+_SLAB = SwapABConfig.SLAB
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 72
@@ -79,7 +88,7 @@ def _load_weights(launch: Launch) -> None:
             for i, rows in enumerate(halves):
                 plgpu.copy_gmem_to_smem(
                     source.at[(*rows, columns)],
-                    scratch.w.at[stage, pl.ds(i * config.HALF, count)],
+                    scratch.w.at[stage, pl.ds(i * config.slabs * _SLAB, config.slabs * count)],
                     scratch.w_full.at[stage],
                 )
             return step + 1
@@ -103,61 +112,88 @@ def _load_weights(launch: Launch) -> None:
 
 def _load_tokens(launch: Launch) -> None:
     operands, scratch, plan, config = launch.operands, launch.scratch, launch.plan, launch.config
+    buffers, is_quantised = launch.buffers, launch.scheme is not None
     width, tiles = config.up_width(launch.spec), config.up_tiles(launch.spec)
     lag = min(3, config.num_stages - 2)  # gathers on their way; the consumer frees a stage one step late
 
-    def up(i: jax.Array, step: jax.Array) -> jax.Array:
-        item = launch.schedule.up(i)
-        first, size = plan.block_first[item.block], plan.block_size[item.block]
+    State = tuple[jax.Array, jax.Array]  # steps begun, and of these those whose rows have arrived
 
-        def gather(k: jax.Array, step: jax.Array) -> jax.Array:
+    def gather(item: Item, rows: Any, token_of: Any, first: Any, state: State, scales: Any) -> State:
+        size = plan.block_size[item.block]
+
+        def copy(k: jax.Array, state: State) -> State:
+            step, arrived = state
             stage = launch.await_empty(step)
-            _mgpu.gather_rows(
-                operands.x,
-                plan.token_of,
-                scratch.x,
-                first,
-                size,
-                item.first_step + k,
-                stage,
-                interpret=launch.interpret,
-            )
+            at = (first, size, item.first_step + k, stage)
+            if scales is not None:
+                of_rows, blocks = scales
+                _gather.gather_scales(
+                    of_rows, token_of, scratch.scales, *at, blocks, interpret=launch.interpret
+                )
+            _gather.gather_rows(rows, token_of, scratch.x, *at, interpret=launch.interpret)
 
-            @pl.when(step >= lag)
+            @pl.when(step - arrived == lag)
             def _() -> None:
-                _mgpu.await_gather(lag, interpret=launch.interpret)
-                plgpu.barrier_arrive(scratch.x_full.at[launch.stage(step - lag)])
+                _gather.await_gather(lag, interpret=launch.interpret)
+                plgpu.barrier_arrive(scratch.x_full.at[launch.stage(arrived)])
 
-            return step + 1
+            return step + 1, jnp.maximum(arrived, step + 1 - lag)
 
-        return lax.fori_loop(0, item.num_steps, gather, step)
+        return lax.fori_loop(0, item.num_steps, copy, state)
 
-    step = launch.walk("up", up, jnp.int32(0))
-    _mgpu.await_gather(0, interpret=launch.interpret)
-    late = jnp.minimum(step, lag)
+    def flush(state: State) -> State:
+        step, arrived = state
+        _gather.await_gather(0, interpret=launch.interpret)
 
-    @pl.loop(0, late)
-    def _(i: jax.Array) -> None:
-        plgpu.barrier_arrive(scratch.x_full.at[launch.stage(step - late + i)])
+        @pl.loop(0, step - arrived)
+        def _(i: jax.Array) -> None:
+            plgpu.barrier_arrive(scratch.x_full.at[launch.stage(arrived + i)])
 
-    if launch.is_fused:
+        return step, step
+
+    def up(i: jax.Array, state: State) -> State:
+        item = launch.schedule.up(i)
+        rows, scales = operands.x, None
+        if is_quantised:
+            blocks = launch.up_blocks(item, plan.block_expert[item.block])
+            per_row = buffers.x_scale.shape[1]
+            rows = buffers.x
+            scales = _gather.Scales(buffers.x_scale, per_row, by_step=per_row > 1), blocks
+        return gather(item, rows, plan.token_of, plan.block_first[item.block], state, scales)
+
+    if launch.is_fused and is_quantised:
+        launch.await_x()
+    state = flush(launch.walk("up", up, (jnp.int32(0), jnp.int32(0))))
+    if launch.is_fused and not is_quantised:
         plgpu.barrier_wait(scratch.drawn)  # the launch's number is in shared memory
 
-    def down(i: jax.Array, step: jax.Array) -> jax.Array:
+    def await_h(item: Item) -> None:
+        # Those tiles of the first GEMM that make columns of this part.
+        first = lax.div(item.first_step * config.BLOCK_K, jnp.int32(width))
+        end = (item.first_step + item.num_steps) * config.BLOCK_K
+        last = jnp.minimum(lax.div(end + width - 1, jnp.int32(width)), tiles)
+        _mgpu.await_flags(
+            operands.flags,
+            (item.block * tiles + first) * config.up_splits,
+            (last - first) * config.up_splits,
+            scratch.epoch,
+            warpgroup=TOKENS,
+        )
+
+    def down(i: jax.Array, state: State) -> State:
         item = launch.schedule.down(i)
         row = plan.block_row[item.block]
         if launch.is_fused:
-            # Those tiles of the first GEMM that make columns of this part.
-            first = lax.div(item.first_step * config.BLOCK_K, jnp.int32(width))
-            end = (item.first_step + item.num_steps) * config.BLOCK_K
-            last = jnp.minimum(lax.div(end + width - 1, jnp.int32(width)), tiles)
-            _mgpu.await_flags(
-                operands.flags,
-                (item.block * tiles + first) * config.up_splits,
-                (last - first) * config.up_splits,
-                scratch.epoch,
-                warpgroup=TOKENS,
-            )
+            await_h(item)
+        if is_quantised:
+            expert = plan.block_expert[item.block]
+            if launch.h_in_groups:
+                of_rows = _gather.Scales(buffers.h_scale, buffers.h_scale.shape[1], by_step=True)
+            else:
+                of_rows = _gather.Scales(operands.input2, 0, expert)
+            blocks = launch.down_blocks(item, expert)
+            return flush(gather(item, buffers.h, None, row, state, (of_rows, blocks)))
+        if launch.is_fused:
             _mgpu.proxy_fence()  # h was written by ordinary stores, TMA reads it
 
         def copy(k: jax.Array, step: jax.Array) -> jax.Array:
@@ -166,7 +202,7 @@ def _load_tokens(launch: Launch) -> None:
 
             def copy_rows(width: int) -> None:
                 plgpu.copy_gmem_to_smem(
-                    launch.buffers.h.at[pl.ds(pl.multiple_of(row, 8), width), columns],
+                    buffers.h.at[pl.ds(pl.multiple_of(row, 8), width), columns],
                     scratch.x.at[stage, pl.ds(0, width)],
                     scratch.x_full.at[stage],
                 )
@@ -174,42 +210,84 @@ def _load_tokens(launch: Launch) -> None:
             launch.by_width(item.block, copy_rows)
             return step + 1
 
-        return lax.fori_loop(0, item.num_steps, copy, step)
+        step = lax.fori_loop(0, item.num_steps, copy, state[0])
+        return step, step
 
-    launch.drain(launch.walk("down", down, step))
+    launch.drain(launch.walk("down", down, state)[0])
 
 
-def _multiply(launch: Launch, step: jax.Array, num_steps: jax.Array, width: int) -> tuple[jax.Array, ...]:
-    """Both halves of a tile times ``width`` tokens: (64, width) float32 each."""
-    scratch = launch.scratch
+def _multiply(
+    launch: Launch, step: jax.Array, num_steps: jax.Array, width: int, rows: int
+) -> tuple[jax.Array, ...]:
+    """The slabs of a tile, ``rows`` apart in each half, times ``width`` tokens: (64, width) float32 each.
 
-    def accumulate(*halves: Any) -> tuple[jax.Array, ...]:
+    In FP8 products come with the scales of their tokens, and of blocks.
+    """
+    scratch, config = launch.scratch, launch.config
+    slabs = [(half * config.slabs * _SLAB + i * rows) for half in range(2) for i in range(config.slabs)]
+
+    def await_full(k: jax.Array) -> jax.Array:
+        stage = launch.stage(step + k)
+        plgpu.barrier_wait(scratch.w_full.at[stage])
+        plgpu.barrier_wait(scratch.x_full.at[stage])
+        return stage
+
+    def issue(stage: jax.Array, accumulators: tuple[Any, ...]) -> None:
+        tokens = scratch.x.at[stage, pl.ds(0, width)].transpose((1, 0))
+        for first, accumulator in zip(slabs, accumulators, strict=True):
+            plgpu.wgmma(accumulator, scratch.w.at[stage, pl.ds(first, _SLAB)], tokens)
+
+    def token_scales(stage: jax.Array) -> jax.Array:
+        scales = plgpu.load(
+            scratch.scales.at[stage, pl.ds(0, width)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        return lax.broadcast_in_dim(scales, (_SLAB, width), (1,))
+
+    def accumulate(*accumulators: Any) -> tuple[jax.Array, ...]:
         def multiply(k: jax.Array, _: None) -> None:
-            stage = launch.stage(step + k)
-            plgpu.barrier_wait(scratch.w_full.at[stage])
-            plgpu.barrier_wait(scratch.x_full.at[stage])
-            tokens = scratch.x.at[stage, pl.ds(0, width)].transpose((1, 0))
-            for i, half in enumerate(halves):
-                plgpu.wgmma(half, scratch.w.at[stage, pl.ds(i * _HALF, _HALF)], tokens)
-            plgpu.wgmma_wait(2)  # those of the stage before are done
+            issue(await_full(k), accumulators)
+            plgpu.wgmma_wait(len(slabs))  # those of the stage before are done
 
             @pl.when(k > 0)
             def _free() -> None:
-                plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + k + launch.config.num_stages - 1)])
+                plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + k + config.num_stages - 1)])
 
         lax.fori_loop(0, num_steps, multiply, None)
-        values = tuple(half[...] for half in halves)
+        values = tuple(accumulator[...] for accumulator in accumulators)
         plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + num_steps - 1)])
         return values
 
-    return pl.run_scoped(accumulate, *[plgpu.ACC((_HALF, width), jnp.float32)] * 2)
+    def add_products(k: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        stage = await_full(k)
+
+        def products(*accumulators: Any) -> tuple[jax.Array, ...]:
+            issue(stage, accumulators)
+            plgpu.wgmma_wait(0)
+            return tuple(accumulator[...] for accumulator in accumulators)
+
+        values = pl.run_scoped(products, *accumulators_of_slabs)
+        scales = token_scales(stage)
+        factors = [scales] * len(slabs)
+        if launch.in_blocks:
+            factors = [scales * scratch.scales[stage, config.block_m + i] for i in range(len(slabs))]
+        plgpu.barrier_arrive(scratch.empty.at[stage])
+        return tuple(
+            total + value * factor for total, value, factor in zip(sums, values, factors, strict=True)
+        )
+
+    accumulators_of_slabs = [plgpu.ACC((_SLAB, width), jnp.float32)] * len(slabs)
+    if launch.scheme is not None:
+        # The accumulators of FP8 products keep some 14 bits: no sum in them is longer than a step.
+        zero = plgpu.layout_cast(jnp.zeros((_SLAB, width), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, num_steps, add_products, (zero,) * len(slabs))
+    return pl.run_scoped(accumulate, *accumulators_of_slabs)
 
 
 def _compute(launch: Launch) -> None:
     operands, scratch, buffers, plan = launch.operands, launch.scratch, launch.buffers, launch.plan
     spec, config = launch.spec, launch.config
 
-    def add_parts(item: Item, halves: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
+    def add_parts(item: Item, slabs: tuple[jax.Array, ...], width: int) -> tuple[jax.Array, ...]:
         """The other splits' results before this one's, in their order."""
         others = config.up_splits - 1
         first = item.number - others
@@ -226,35 +304,55 @@ def _compute(launch: Launch) -> None:
                     )
                     for s in range(others)
                 ]
-                + [half],
+                + [slab],
             )
-            for i, half in enumerate(halves)
+            for i, slab in enumerate(slabs)
         )
 
-    def finish_up(item: Item, halves: tuple[jax.Array, ...], width: int) -> None:
+    def finish_up(item: Item, slabs: tuple[jax.Array, ...], width: int) -> None:
         expert, row = plan.block_expert[item.block], plan.block_row[item.block]
+        if (scales := launch.up_scales(expert, item.tile, width)) is not None:
+            slabs = tuple(slab * scale for slab, scale in zip(slabs, scales, strict=True))
         if spec.weight_on is WeightOn.INPUT:
             weights = plgpu.load(
                 plan.weight_of_row.at[pl.ds(pl.multiple_of(row, 8), width)],
                 layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
             )
-            halves = tuple(half * lax.broadcast_in_dim(weights, half.shape, (1,)) for half in halves)
+            slabs = tuple(slab * lax.broadcast_in_dim(weights, slab.shape, (1,)) for slab in slabs)
         if spec.expert_bias:
             biases = launch.up_biases(expert, item.tile, width)
-            halves = tuple(half + bias for half, bias in zip(halves, biases, strict=True))
+            slabs = tuple(slab + bias for slab, bias in zip(slabs, biases, strict=True))
+        half = config.slabs
         if spec.gated:
-            gate, up = halves
-            results = [activate(gate, up, spec)]
+            results = [activate(gate, up, spec) for gate, up in zip(slabs[:half], slabs[half:], strict=True)]
         else:
-            results = [activate(half, None, spec) for half in halves]
+            results = [activate(slab, None, spec) for slab in slabs]
+        column, size = launch.up_row(item.tile), plan.block_size[item.block]
+        if launch.scheme is not None:
+            scales = buffers.h_scale if launch.h_in_groups else operands.input2
+            for i in range(0, len(results), half):
+                _quantise.store_codes(
+                    buffers.h,
+                    scales,
+                    scratch.maxima,
+                    results[i : i + half],
+                    row,
+                    column + i * config.up_rows,
+                    size,
+                    expert,
+                    activations=launch.scheme.hidden,
+                    num_rows=config.up_rows,
+                    interpret=launch.interpret,
+                )
+            return
         for i, h in enumerate(results):
             _mgpu.store_columns(
                 buffers.h,
                 h.astype(operands.x.dtype),
                 row,
-                launch.up_row(item.tile) + i * config.up_rows,
-                plan.block_size[item.block],
+                column + i * config.up_rows,
+                size,
                 num_rows=config.up_rows,
                 interpret=launch.interpret,
             )
@@ -263,23 +361,23 @@ def _compute(launch: Launch) -> None:
         item = launch.schedule.up(i)
 
         def run(width: int) -> None:
-            halves = _multiply(launch, step, item.num_steps, width)
+            slabs = _multiply(launch, step, item.num_steps, width, config.up_rows)
             if config.up_splits == 1:
-                finish_up(item, halves, width)
+                finish_up(item, slabs, width)
                 return
 
             @pl.when(item.split < config.up_splits - 1)
             def _leave() -> None:
-                for i, half in enumerate(halves):
+                for i, slab in enumerate(slabs):
                     _mgpu.store(
                         buffers.parts.at[item.number, i, :, pl.ds(0, width)],
-                        half,
+                        slab,
                         interpret=launch.interpret,
                     )
 
             @pl.when(item.split == config.up_splits - 1)
             def _collect() -> None:
-                finish_up(item, add_parts(item, halves, width), width)
+                finish_up(item, add_parts(item, slabs, width), width)
 
         launch.by_width(item.block, run)
         if launch.is_fused:
@@ -290,16 +388,19 @@ def _compute(launch: Launch) -> None:
         item = launch.schedule.down(i)
 
         def run(width: int) -> None:
-            halves = _multiply(launch, step, item.num_steps, width)
+            slabs = _multiply(launch, step, item.num_steps, width, config.down_rows)
+            expert = plan.block_expert[item.block]
+            if (scales := launch.down_scales(expert, item.tile, width)) is not None:
+                slabs = tuple(slab * scale for slab, scale in zip(slabs, scales, strict=True))
             if spec.expert_bias:
-                biases = launch.down_biases(plan.block_expert[item.block], item.tile, width)
-                halves = tuple(
-                    half + keep_if(item.split == 0, bias) for half, bias in zip(halves, biases, strict=True)
+                biases = launch.down_biases(expert, item.tile, width)
+                slabs = tuple(
+                    slab + keep_if(item.split == 0, bias) for slab, bias in zip(slabs, biases, strict=True)
                 )
-            for i, half in enumerate(halves):
+            for i, slab in enumerate(slabs):
                 _mgpu.store_columns(
                     buffers.slots,
-                    half,
+                    slab,
                     item.split * launch.max_rows + plan.block_row[item.block],
                     launch.down_row(item.tile) + i * config.down_rows,
                     plan.block_size[item.block],
@@ -330,9 +431,11 @@ def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     @pl.when(warpgroup == CONSUMER)
     def _() -> None:
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        if launch.is_fused:
+        if launch.is_fused and launch.scheme is None:
             _mgpu.draw_ticket(launch.operands.flags, launch.scratch.epoch, launch.num_ctas)
             plgpu.barrier_arrive(launch.scratch.drawn)
+        elif launch.is_fused:
+            plgpu.barrier_wait(launch.scratch.drawn)
         _compute(launch)
         if launch.is_fused:
             _mgpu.raise_flag(launch.operands.flags, launch.flag_of_cta + launch.cta, launch.scratch.epoch)
@@ -352,8 +455,8 @@ def routes(problem: Problem, config: SwapABConfig) -> bool:
 def fused_moe(
     x: jax.Array,
     logits: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -368,8 +471,8 @@ def fused_moe(
     Args:
       x: (T, D) bfloat16 | float16.
       logits: (T, E) float32 | bfloat16 | float16.
-      w13: (E, 2F, D) or (E, F, D) in x's dtype.
-      w2: (E, D, F) in x's dtype.
+      w13: (E, 2F, D) or (E, F, D) in x's dtype, or quantised.
+      w2: (E, D, F) in x's dtype, or quantised like w13.
       b13: (E, 2F) or (E, F) float, or None.
       b2: (E, D) float, or None.
       spec: The layer.
@@ -382,22 +485,22 @@ def fused_moe(
     Returns:
       (T, D) in x's dtype.
     """
-    operands = Operands(x, w13, w2, b13, b2)
+    operands, scheme = _operands(x, w13, w2, b13, b2, spec)
     num_ctas = num_ctas or _mgpu.num_sms()
-    problem = Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name)
+    problem = _problem(operands, spec, scheme)
     if config.makes_lists(problem):
         operands = operands._replace(logits=logits, correction_bias=correction_bias, real=real)
     else:
         cut = {"block_m": config.block_m, "num_rows": config.plan_rows(problem), "num_ctas": num_ctas}
         operands = operands._replace(plan=_plan.plan_logits(logits, correction_bias, real, spec, **cut))
-    return _run(operands, spec, config, num_ctas, None)
+    return _run(operands, problem, scheme, config, num_ctas, None)
 
 
 def fused_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -424,37 +527,90 @@ def fused_experts(
     Returns:
       (T, D) in x's dtype.
     """
-    operands = Operands(x, w13, w2, b13, b2)
+    operands, scheme = _operands(x, w13, w2, b13, b2, spec)
     num_ctas = num_ctas or _mgpu.num_sms()
-    problem = Problem(spec=spec, num_tokens=len(x), dtype=x.dtype.name)
+    problem = _problem(operands, spec, scheme)
     if interpret is None and config.makes_lists(problem):
         operands = operands._replace(ids=routing.topk_ids, weights=routing.topk_weights)
     else:
         cut: Any = {"block_m": config.block_m, "num_rows": config.plan_rows(problem), "num_ctas": num_ctas}
         operands = operands._replace(plan=_plan.plan_ids(routing, spec, **cut, interpret=interpret))
-    return _run(operands, spec, config, num_ctas, interpret)
+    return _run(operands, problem, scheme, config, num_ctas, interpret)
 
 
-def _run(operands: Operands, spec: MoESpec, config: SwapABConfig, num_ctas: int, interpret: Any) -> jax.Array:
-    x = operands.x
-    num_tokens, hidden_size = x.shape
-    problem = Problem(spec=spec, num_tokens=num_tokens, dtype=x.dtype.name)
+def _operands(
+    x: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
+    b13: jax.Array | None,
+    b2: jax.Array | None,
+    spec: MoESpec,
+) -> tuple[Operands, QuantScheme | None]:
+    """Take weights apart: values with gate and up on an axis of their own, scales, scheme."""
+    operands, scheme = Operands(x, w13, w2, b13, b2), None
+    if isinstance(w13, QTensor) and isinstance(w2, QTensor):
+        scheme = w13.scheme
+        in_blocks = scheme.weights is WeightScales.BLOCK
+        s13, s2 = (
+            (q.scale.reshape(-1, q.scale.shape[-1]) if in_blocks else q.scale[..., 0]) for q in (w13, w2)
+        )
+        scales: Any = {"s13": s13, "s2": s2, "input13": w13.input_scale, "input2": w2.input_scale}
+        operands = Operands(x, w13.values, w2.values, b13, b2, **scales)
     if spec.gated:
         branches = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
-        operands = operands._replace(w13=operands.w13.reshape(spec.num_experts, *branches, hidden_size))
+        values = operands.w13.reshape(spec.num_experts, *branches, spec.hidden_size)
+        operands = operands._replace(w13=values)
+    return operands, scheme
+
+
+def _problem(operands: Operands, spec: MoESpec, scheme: QuantScheme | None) -> Problem:
+    quant: Any = {} if scheme is None else {"quant": scheme.name, "activation_scales": scheme.activations}
+    return Problem(spec=spec, num_tokens=len(operands.x), dtype=operands.x.dtype.name, **quant)
+
+
+def _run(
+    operands: Operands,
+    problem: Problem,
+    scheme: QuantScheme | None,
+    config: SwapABConfig,
+    num_ctas: int,
+    interpret: Any,
+) -> jax.Array:
+    x, spec = operands.x, problem.spec
+    num_tokens, hidden_size = x.shape
     rows, items = config.max_rows(problem), config.max_up_items(problem)
     struct = jax.ShapeDtypeStruct
-    h = struct((rows, spec.intermediate_size), x.dtype)
-    slots = struct((config.down_splits * rows, hidden_size), jnp.float32)
-    parts = struct((items, 2, _HALF, config.block_m), jnp.float32) if config.up_splits > 1 else None
+    codes = operands.w13.dtype
+    buffers = Buffers(
+        h=struct((rows, spec.intermediate_size), codes),
+        slots=struct((config.down_splits * rows, hidden_size), jnp.float32),
+    )
+    if config.up_splits > 1:
+        parts = struct((items, 2 * config.slabs, _SLAB, config.block_m), jnp.float32)
+        buffers = buffers._replace(parts=parts)
+    if scheme is not None:
+        per_token = config.up_steps(spec) if scheme.activations is ActivationScales.GROUP else 1
+        in_groups = scheme.hidden is ActivationScales.GROUP
+        buffers = buffers._replace(
+            x=struct((num_tokens, hidden_size), codes),
+            x_scale=struct((num_tokens, per_token), jnp.float32),
+            h_scale=struct((rows, config.down_steps(spec)), jnp.float32) if in_groups else None,
+        )
     y = struct((num_tokens, hidden_size), x.dtype)
-    run = functools.partial(_call, spec=spec, config=config, num_ctas=num_ctas, interpret=interpret)
+    run = functools.partial(
+        _call, spec=spec, config=config, scheme=scheme, num_ctas=num_ctas, interpret=interpret
+    )
     if interpret is None:
-        operands = operands._replace(flags=_mgpu.new_flags(items + num_ctas))
-        return run(operands, y, Buffers(h, slots, parts), phases=frozenset({"up", "down", "combine"}))[0]
+        operands = operands._replace(flags=_mgpu.new_flags(items + 2 * num_ctas))
+        return run(operands, y, buffers, phases=frozenset({"up", "down", "combine"}))[0]
     # The interpreter has no flags: one launch a phase.
-    _, made = run(operands, None, Buffers(h=h, parts=parts), phases=frozenset({"up"}))
-    _, made = run(operands, None, Buffers(h=made.h, slots=slots), phases=frozenset({"down"}))
+    if scheme is not None:
+        input_scale = None if operands.input13 is None else jnp.max(operands.input13)
+        made_x = quantize_activations(x, scheme.activations, input_scale)
+        buffers = buffers._replace(x=made_x[0], x_scale=made_x[1])
+    _, made = run(operands, None, buffers._replace(slots=None), phases=frozenset({"up"}))
+    kept = made._replace(x=None, x_scale=None, parts=None)
+    _, made = run(operands, None, kept._replace(slots=buffers.slots), phases=frozenset({"down"}))
     return run(operands, y, Buffers(slots=made.slots), phases=frozenset({"combine"}))[0]
 
 
@@ -465,6 +621,7 @@ def _call(
     *,
     spec: MoESpec,
     config: SwapABConfig,
+    scheme: QuantScheme | None,
     num_ctas: int,
     phases: frozenset[str],
     interpret: Any,
@@ -477,17 +634,20 @@ def _call(
     leaves, tree = jax.tree.flatten((operands, y, buffers), is_leaf=is_made)
     inputs = [leaf for leaf in leaves if not is_made(leaf)]
     outputs = [leaf for leaf in leaves if is_made(leaf)]
-    x, stages = operands.x, config.num_stages
-    tile = _mgpu.operand_transforms(x.dtype)
+    x, stages, dtype = operands.x, config.num_stages, operands.w13.dtype
+    tile = _mgpu.operand_transforms(dtype)
     scratch = Scratch(
-        w=plgpu.SMEM((stages, 2 * _HALF, config.BLOCK_K), x.dtype, transforms=tile),
-        x=plgpu.SMEM((stages, config.block_m, config.BLOCK_K), x.dtype, transforms=tile),
+        w=plgpu.SMEM((stages, 2 * config.slabs * _SLAB, config.BLOCK_K), dtype, transforms=tile),
+        x=plgpu.SMEM((stages, config.block_m, config.BLOCK_K), dtype, transforms=tile),
         epoch=plgpu.SMEM((2,), jnp.int32),
         w_full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         x_full=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         drawn=plgpu.Barrier(),
     )
+    if scheme is not None:
+        scales = plgpu.SMEM((stages, config.scales_of_stage()), jnp.float32)
+        scratch = scratch._replace(scales=scales, maxima=plgpu.SMEM((4 * config.block_m,), jnp.float32))
     if operands.plan is None:
         lists, routing = _routing.list_scratch(x.shape[0], spec, config.block_m)
         scratch = scratch._replace(lists=lists, routing=routing)
@@ -504,6 +664,7 @@ def _call(
             unflatten=unflatten,
             spec=spec,
             config=config,
+            scheme=scheme,
             num_tokens=x.shape[0],
             num_ctas=num_ctas,
             phases=phases,
