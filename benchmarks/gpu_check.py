@@ -185,9 +185,8 @@ def correctness(model: str, options: argparse.Namespace) -> None:
                 # Each of the two may be a tolerance off.
                 near = wanted + (y.astype(np.float64) - wanted) / 2
                 context = f"{cell} {name}, all rows, against xla"
-                assert_close(
-                    near, wanted, dtype=cell.dtype, context=context, quantised=cell.scheme is not None
-                )
+                in_fp8 = cell.scheme is not None
+                assert_close(near, wanted, dtype=cell.dtype, context=context, quantised=in_fp8, wgmma=in_fp8)
 
 
 def stress(model: str, options: argparse.Namespace) -> None:

@@ -75,7 +75,7 @@ def default_grouped_gemm(problem: Problem, num_sms: int = 132) -> GroupedGemmCon
 
     wide, narrow = GroupedGemmConfig(), GroupedGemmConfig(up_block_n=128, down_block_n=128)
     return GroupedGemmConfig(
-        up_block_n=block_n(wide.up_tiles(spec), narrow.up_tiles(spec)),
+        up_block_n=block_n(wide.up_tiles(spec), narrow.up_tiles(spec)) if problem.quant == "none" else 256,
         down_block_n=block_n(wide.down_tiles(spec), narrow.down_tiles(spec)),
     )
 

@@ -9,13 +9,25 @@ import dataclasses
 from typing import ClassVar
 
 from moe_pallas.configs.lists import list_bytes, supports_ids
-from moe_pallas.spec import ActivationScales, MoESpec, Problem, WeightOn
+from moe_pallas.spec import ActivationScales, MoESpec, Problem, QuantScheme, WeightOn
 
 _LEAST_STAGES = 3  # the consumer frees a stage one step late
 _BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
 # Past these, two launches plan faster than each CTA for itself: BUILD_NOTES "Measured facts".
 _MOST_LOGITS, _MOST_TOKENS = 1 << 15, 128
 SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
+
+
+def _objection_to_quant(problem: Problem) -> str | None:
+    """Say why no kernel can do this problem in FP8; None if one can, or if it is not in FP8."""
+    if problem.activation_scales is ActivationScales.TENSOR:
+        return (
+            "has no scales of activations that a call shares: each token would wait for all others. "
+            "Scales of tokens are as good, with the same weights: activations='token'."
+        )
+    if problem.activation_scales is not None and problem.spec.weight_on is WeightOn.INPUT:
+        return "quantises x before it is routed, which weight_on='input' does not allow."
+    return None
 
 
 def can_split(steps: int, splits: int) -> bool:
@@ -92,13 +104,8 @@ class SwapABConfig:
             return f"slabs is 2 of quantised weights; got {self.slabs}."
         if self.block_m > self.MAX_FP8_BLOCK_M:
             return f"block_m is at most {self.MAX_FP8_BLOCK_M} in FP8; got {self.block_m}."
-        if activations is ActivationScales.TENSOR:
-            return (
-                "has no scales of activations that a call shares: each token would wait for all others. "
-                "Scales of tokens are as good, with the same weights: activations='token'."
-            )
-        if spec.weight_on is WeightOn.INPUT:
-            return "quantises x before it is routed, which weight_on='input' does not allow."
+        if objection := _objection_to_quant(problem):
+            return objection
         if activations is not ActivationScales.STATIC and self.up_rows != self.SLAB:
             return f"up_rows is {self.SLAB} (half a group of h) unless scales are static; got {self.up_rows}."
         if activations is ActivationScales.GROUP and self.down_rows not in (32, self.SLAB):
@@ -218,7 +225,7 @@ class GroupedGemmConfig:
       up_block_n: Weight rows of a tile of the first GEMM, gate and up together: 128 or 256. 256 is the faster
         for each row, 128 comes out more even over the SMs where there are few tiles.
       down_block_n: The same for the second.
-      num_stages: Tiles of rows and weights on their way to an SM, 64 columns of the contraction each.
+      num_stages: Tiles of rows and weights on their way to an SM, 128 bytes of the contraction each.
       band: Blocks of rows that are multiplied with the same weights one after the other, so that both stay
         in the L2 cache.
     """
@@ -229,21 +236,25 @@ class GroupedGemmConfig:
     band: int = 8
 
     BLOCK_M: ClassVar[int] = 128
-    BLOCK_K: ClassVar[int] = 64
 
     def validate(self, problem: Problem) -> str | None:
         """Say why the kernel can't run ``problem`` this way; None if it can."""
         spec = problem.spec
         if problem.dtype not in ("bfloat16", "float16"):
             return f"computes in bfloat16 or float16; got {problem.dtype}."
-        if problem.weight_dtype != problem.dtype:
+        if problem.quant == "none" and problem.weight_dtype != problem.dtype:
             return f"needs weights in {problem.dtype}, like the tokens; got {problem.weight_dtype}."
+        if problem.quant != "none" and self.up_block_n != 256:
+            return f"up_block_n is 256 in FP8; got {self.up_block_n}."
+        if objection := _objection_to_quant(problem):
+            return objection
+        multiple = 64 if problem.quant == "none" else 128
         for name, size in (
             ("hidden_size", spec.hidden_size),
             ("intermediate_size", spec.intermediate_size),
         ):
-            if size % 64 or size < 128:
-                return f"needs {name} in multiples of 64 from 128 on; got {size}."
+            if size % multiple or size < 128:
+                return f"needs {name} in multiples of {multiple} from 128 on; got {size}."
         for name, rows in (("up_block_n", self.up_block_n), ("down_block_n", self.down_block_n)):
             if rows not in (128, 256):
                 return f"{name} is 128 or 256; got {rows}."
@@ -270,11 +281,24 @@ class GroupedGemmConfig:
         return 8 * ((slots + 7 * active) // 8) + self.BLOCK_M
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """Count the global memory of what one launch leaves to the next: h and the slots."""
-        spec = problem.spec
-        return 2 * self.max_rows(problem) * (spec.intermediate_size + spec.hidden_size)
+        """Count the global memory of what one launch leaves to the next: h and the slots.
+
+        In FP8 also x, and the scales of both.
+        """
+        spec, rows = problem.spec, self.max_rows(problem)
+        if problem.activation_scales is None:
+            return 2 * rows * (spec.intermediate_size + spec.hidden_size)
+        codes = rows * spec.intermediate_size + problem.num_tokens * spec.hidden_size
+        is_group = problem.activation_scales is ActivationScales.GROUP
+        scales = problem.num_tokens * (spec.hidden_size // QuantScheme.BLOCK if is_group else 1)
+        if problem.activation_scales is not ActivationScales.STATIC:
+            scales += rows * spec.intermediate_size // QuantScheme.BLOCK
+        return 2 * rows * spec.hidden_size + codes + 4 * scales
 
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA: the ring, four tiles of results, words and barriers."""
-        stage = (self.BLOCK_M + max(self.up_block_n, self.down_block_n)) * self.BLOCK_K * 2
-        return self.num_stages * stage + 4 * 64 * 64 * 2 + 3 * 1024
+        rows = self.BLOCK_M + max(self.up_block_n, self.down_block_n)
+        results, scales = 4 * 64 * 64 * 2, 0
+        if problem.quant != "none":
+            results, scales = results // 2, -(-self.num_stages * 4 * (self.BLOCK_M + 2) // 1024) * 1024
+        return self.num_stages * rows * 128 + results + scales + 3 * 1024

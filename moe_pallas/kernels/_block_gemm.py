@@ -28,7 +28,10 @@ runs on across items. Barriers in shared memory:
 The numbers stand in a ring of their own, which has room for more items than the producer can be ahead. Pallas
 has no word for an arrival by cp.async, so `landed` is a barrier of our own (`moe_pallas.kernels._mgpu`).
 
-Shared memory of a CTA: num_stages * (128 + 256) * 64 * 2 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
+Shared memory of a CTA: num_stages * (128 + 256) * 128 bytes for the ring, 2 * 2 * 64 * 64 * 2 for results.
+
+In FP8 a step has 128 columns. Its products are added up in float32, with the scales of rows (and of blocks of
+weights) that come to shared memory beside it; results that are multiplied once more are quantised here.
 
 The last tile of weight rows is moved back to end with the matrix; what the tile before has computed too is
 not stored again. Rows are computed by the same instructions in the same order wherever they stand in a block.
@@ -47,12 +50,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.kernels import _gather, _mgpu
-from moe_pallas.spec import GateUp
+from moe_pallas.kernels import _gather, _mgpu, _quantise
+from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 _PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
 _RUN = 64  # rows and columns of a result that are stored together
-_BLOCK_M, _BLOCK_K = GroupedGemmConfig.BLOCK_M, GroupedGemmConfig.BLOCK_K
+_BLOCK_M = GroupedGemmConfig.BLOCK_M
+_HALF = 128  # weight rows of a tile that are multiplied together in FP8
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
@@ -72,6 +76,11 @@ class Operands(NamedTuple):
     block_first: Any = None  # where a block's tokens start in token_of; given if rows are gathered
     token_of: Any = None
     weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
+    row_scale: Any = None  # FP8: (T, n) or (rows of the plan, n), n a scale a step or one; or (E, 1)
+    weight_scale: Any = (
+        None  # FP8: TENSOR (E, 1 or 2), CHANNEL like a bias, BLOCK (E * blocks of rows, steps)
+    )
+    out_scale: Any = None  # (E, 1): STATIC scales that the result is quantised by
     flags: Any = None  # of which only the counters are used; None if interpreted
     grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
 
@@ -84,6 +93,7 @@ class _Scratch(NamedTuple):
     results: Any
     words: Any  # numbers of items, then the launch's: each array takes a kilobyte
     landed: Any
+    scales: Any  # FP8: (stages, 128 + halves), of a stage's rows and weights
     full: Any
     empty: Any
     drawn: Any
@@ -106,25 +116,29 @@ class _Launch:
         self,
         operands: Operands,
         out: Any,
+        out_scale: Any,
         scratch: _Scratch,
         *,
         gate_up: GateUp | None,
         activate: Callable[..., jax.Array] | None,
+        scheme: QuantScheme | None,
         contract_last: bool,
         config: GroupedGemmConfig,
         block_n: int,
         num_ctas: int,
         interpret: bool,
     ):
-        self.operands, self.out, self.scratch = operands, out, scratch
-        self.gate_up, self.activate, self.config = gate_up, activate, config
+        self.operands, self.out, self.out_scale, self.scratch = operands, out, out_scale, scratch
+        self.gate_up, self.activate, self.scheme, self.config = gate_up, activate, scheme, config
         self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
         self.gathers = operands.block_first is not None
         self.is_compact = operands.grouped_rows is not None  # no rows between blocks
+        self.makes_codes = out.dtype == jnp.float8_e4m3fn
         self.columns = out.shape[1]
         self.width = _width(self.columns, gate_up, block_n)
         self.tiles = -(-self.columns // self.width)
-        self.steps = operands.rows.shape[1] // _BLOCK_K
+        self.block_k = scratch.rows.shape[2]
+        self.steps = operands.rows.shape[1] // self.block_k
         self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, _NUMBERS), (_NUMBERS, 2)))
         self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
@@ -167,6 +181,35 @@ class _Launch:
         halves = [(half, rows) if self.gate_up is GateUp.STACKED else (rows, half) for half in range(2)]
         return [(item.expert, *half, contracted) for half in halves]
 
+    def halves(self, item: _Item) -> list[tuple[int, jax.Array]]:
+        """The runs of 128 weight rows of a tile: which branch, and the first row in it."""
+        row = self.first_column(item.tile)
+        if self.gate_up is not None:
+            return [(0, row), (1, row)]
+        return [(0, row + first) for first in range(0, self.width, _HALF)]
+
+    def row_scales(self, item: _Item) -> _gather.Scales:
+        """Where the scales of a block's rows stand."""
+        assert self.scheme is not None
+        scales = self.operands.row_scale
+        if self.scheme.hidden is ActivationScales.STATIC and not self.gathers:
+            return _gather.Scales(scales, 0, item.expert)
+        return _gather.Scales(scales, scales.shape[1], by_step=scales.shape[1] > 1)
+
+    def block_scales(self, item: _Item) -> tuple[Any, list[jax.Array]] | None:
+        """Scales of blocks of weights, and where those of step 0 stand for each half."""
+        if self.scheme is None or self.scheme.weights is not WeightScales.BLOCK:
+            return None
+        scales, branches = self.operands.weight_scale, 1 if self.gate_up is None else 2
+        per_branch = -(-self.columns // QuantScheme.BLOCK)
+        starts = []
+        for branch, row in self.halves(item):
+            at = lax.div(row, jnp.int32(QuantScheme.BLOCK))
+            is_interleaved = self.gate_up is GateUp.INTERLEAVED
+            at = branches * at + branch if is_interleaved else branch * per_branch + at
+            starts.append((item.expert * (branches * per_branch) + at) * scales.shape[1])
+        return scales, starts
+
     def stage(self, step: jax.Array) -> jax.Array:
         """Place in the ring."""
         return lax.rem(step, jnp.int32(self.config.num_stages))
@@ -188,6 +231,14 @@ def _produce(launch: _Launch) -> jax.Array:
             target = tile.at[pl.ds(i * width, width)] if launch.contract_last else tile
             plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
 
+    def load_scales(item: _Item, k: jax.Array, stage: jax.Array) -> None:
+        first = operands.block_first[item.block] if gathers else item.row
+        tokens = operands.token_of if gathers else None
+        at = (first, item.size, k, stage, launch.block_scales(item))
+        _gather.gather_scales(
+            launch.row_scales(item), tokens, scratch.scales, *at, interpret=launch.interpret
+        )
+
     def produce(item: _Item, first_step: jax.Array) -> None:
         if gathers:
             copy_rows = _gather.gather_tile(
@@ -208,8 +259,14 @@ def _produce(launch: _Launch) -> jax.Array:
             def _await_empty() -> None:
                 plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
 
-            columns = pl.ds(k * _BLOCK_K, _BLOCK_K)
+            columns = pl.ds(k * launch.block_k, launch.block_k)
             load_weights(item, columns, stage)
+            if launch.scheme is not None:
+                load_scales(item, k, stage)
+                if launch.interpret and not gathers:
+                    plgpu.barrier_arrive(scratch.full.at[stage])
+                elif not gathers:
+                    _gather.arrive_landed(scratch.landed, stage)
             if gathers:
                 copy_rows(k, stage)
                 if launch.interpret:
@@ -246,6 +303,56 @@ def _produce(launch: _Launch) -> jax.Array:
         plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
 
     return total
+
+
+def _add_products(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> tuple[jax.Array, ...]:
+    """In FP8, a consumer's rows of a block times the weights of a tile: (64, 128) float32 a half.
+
+    Products come with the scales of their rows, and of blocks. The accumulators of FP8 products keep some 14
+    bits: no sum in them is longer than a step, or two where all steps have the same scales. While a consumer
+    adds up, the other one multiplies.
+    """
+    scratch, scheme = launch.scratch, launch.scheme
+    assert scheme is not None
+    mine = pl.ds(pl.multiple_of(consumer * _RUN, _RUN), _RUN)
+    halves = range(scratch.weights.shape[1] // _HALF)
+    in_blocks = scheme.weights is WeightScales.BLOCK
+    varies = (scheme.activations if launch.gathers else scheme.hidden) is ActivationScales.GROUP
+    together = 1 if varies else 2  # steps
+
+    def add(k: jax.Array, sums: tuple[jax.Array, ...], count: int) -> tuple[jax.Array, ...]:
+        """The products of ``count`` steps from k on."""
+        stages = [launch.stage(first_step + k + i) for i in range(count)]
+        for i, stage in enumerate(stages):
+            plgpu.barrier_wait(scratch.full.at[stage])  # rows and weights are there
+            if scratch.landed is not None:
+                _gather.await_landed(scratch.landed, first_step + k + i, for_wgmma=launch.gathers)
+        scales = plgpu.load(
+            scratch.scales.at[stages[0], mine], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+        )
+        results = []
+        for half in halves:
+
+            def product(accumulator: Any, half: int = half) -> jax.Array:
+                for stage in stages:
+                    weights = scratch.weights.at[stage, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
+                    plgpu.wgmma(accumulator, scratch.rows.at[stage, mine], weights)
+                plgpu.wgmma_wait(0)
+                return accumulator[...]
+
+            value = pl.run_scoped(product, plgpu.ACC((_RUN, _HALF), jnp.float32))
+            factor = scales * scratch.scales[stages[0], _BLOCK_M + half] if in_blocks else scales
+            results.append(sums[half] + value * lax.broadcast_in_dim(factor, value.shape, (0,)))
+        for stage in stages:
+            plgpu.barrier_arrive(scratch.empty.at[stage])
+        return tuple(results)
+
+    zero = plgpu.layout_cast(jnp.zeros((_RUN, _HALF), jnp.float32), plgpu.Layout.WGMMA)
+    sums = lax.fori_loop(
+        0, launch.steps // together, lambda i, sums: add(i * together, sums, together), (zero,) * len(halves)
+    )
+    rest = launch.steps % together
+    return add(jnp.int32(launch.steps - rest), sums, rest) if rest else sums
 
 
 def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> jax.Array:
@@ -286,14 +393,27 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
         @pl.when(rows_left > 0)
         def _multiply_and_store() -> None:
-            product = _multiply(launch, consumer, first_step)
+            if launch.scheme is None:
+                products: tuple[jax.Array, ...] = (_multiply(launch, consumer, first_step),)
+            else:
+                products = _add_products(launch, consumer, first_step)
+            columns = products[0].shape[1]
             runs = range(0, launch.width, _RUN)
-            for pair in (runs[j : j + 2] for j in range(0, len(runs), 2)):
+            together = 2 if launch.makes_codes else scratch.results.shape[1]
+            for pair in (runs[j : j + together] for j in range(0, len(runs), together)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was here before has left
-                for tile, first in enumerate(pair):
-                    branches = range(first, product.shape[1], launch.width)
-                    values = [product[:, at : at + _RUN] for at in branches]
-                    scratch.results.at[consumer, tile][...] = finish(item, values, first)
+                results = []
+                for first in pair:
+                    branches = range(first, columns * len(products), launch.width)
+                    values = [
+                        products[at // columns][:, at % columns : at % columns + _RUN] for at in branches
+                    ]
+                    results.append(finish(item, values, first))
+                if launch.makes_codes:
+                    store_codes(item, results, pair[0], rows_left)
+                    continue
+                for tile, result in enumerate(results):
+                    scratch.results.at[consumer, tile][...] = result.astype(launch.out.dtype)
                 plgpu.commit_smem()  # TMA sees it
                 for tile, first in enumerate(pair):
                     # Columns of a tile that was moved back are stored by the tile before.
@@ -311,6 +431,9 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
     def finish(item: _Item, branches: list[jax.Array], first: int) -> jax.Array:
         """A result (64, 64), columns of the tile from ``first`` on: from gate and up, or the only branch."""
+        columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, _RUN), _RUN)
+        if launch.scheme is not None and launch.scheme.weights is not WeightScales.BLOCK:
+            branches = [value * weight_scale(item, i, columns) for i, value in enumerate(branches)]
         if operands.weight_of_row is not None:
             weights = plgpu.load(
                 operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + consumer * _RUN, 8), _RUN)],
@@ -319,17 +442,44 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             )
             branches = [value * lax.broadcast_in_dim(weights, value.shape, (0,)) for value in branches]
         if operands.bias is not None:
-            columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, _RUN), _RUN)
-            for i, value in enumerate(branches):
-                bias = plgpu.load(
-                    operands.bias.at[(item.expert, i, columns) if gated else (item.expert, columns)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                ).astype(jnp.float32)
-                branches[i] = value + lax.broadcast_in_dim(bias, value.shape, (1,))
+            branches = [
+                value + of_columns(operands.bias, item, i, columns) for i, value in enumerate(branches)
+            ]
         if launch.activate is not None:
             branches = [launch.activate(*branches) if gated else launch.activate(branches[0], None)]
-        return branches[0].astype(launch.out.dtype)
+        return branches[0]
+
+    def of_columns(ref: Any, item: _Item, branch: int, columns: Any) -> jax.Array:
+        """What (E, N) or (E, 2, N) has for 64 weight rows, beside a result (64, 64)."""
+        values = plgpu.load(
+            ref.at[(item.expert, branch, columns) if gated else (item.expert, columns)],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+            optimized=False,
+        )
+        return lax.broadcast_in_dim(values.astype(jnp.float32), (_RUN, _RUN), (1,))
+
+    def weight_scale(item: _Item, branch: int, columns: Any) -> jax.Array:
+        if launch.scheme is not None and launch.scheme.weights is WeightScales.CHANNEL:
+            return of_columns(operands.weight_scale, item, branch, columns)
+        return operands.weight_scale[item.expert, branch]
+
+    def store_codes(item: _Item, results: list[jax.Array], first: int, rows_left: jax.Array) -> None:
+        """Quantise 128 columns of the result, and send them on their way."""
+        row, column = item.row + consumer * _RUN, launch.first_column(item.tile) + first
+        scales = operands.out_scale if launch.out_scale is None else launch.out_scale
+        where = (row, column, rows_left, item.expert)
+        assert launch.scheme is not None
+        _quantise.store_tile(
+            scratch.results,
+            consumer,
+            scales,
+            results,
+            *where,
+            activations=launch.scheme.hidden,
+            interpret=launch.interpret,
+        )
+        plgpu.commit_smem()  # TMA sees it
+        pl.when(column >= item.tile * launch.width)(functools.partial(store, item, 0, first, rows_left))
 
     def store(item: _Item, tile: int, first: int, size: jax.Array) -> None:
         """Send a result on its way, as many rows of it as there are in the block."""
@@ -337,7 +487,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
         if launch.is_compact:
             store_rows(tile, row, column, size)
             return
-        columns = pl.ds(pl.multiple_of(column, _RUN), _RUN)
+        columns = pl.ds(pl.multiple_of(column, _RUN), scratch.results.shape[-1])
 
         def copy(start: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -424,48 +574,65 @@ def multiply_blocks(
     gate_up: GateUp | None = None,
     activate: Callable[..., jax.Array] | None = None,
     contract_last: bool = True,
-) -> jax.Array:
-    """Launch the kernel: each block of rows times the weights of its expert."""
+    scheme: QuantScheme | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launch the kernel: each block of rows times the weights of its expert.
+
+    Returns ``out`` and, if its dtype is FP8 and it is quantised in groups, the scales (rows, N / 128).
+    """
     dtype, stages = operands.rows.dtype, config.num_stages
     assert stages < _NUMBERS, stages
     tile = _mgpu.operand_transforms(dtype)
+    block_k = 128 // dtype.itemsize
     branches = 1 if gate_up is None else 2
-    lands = operands.block_first is not None and interpret is None  # rows come by cp.async
+    gathers, makes_codes = operands.block_first is not None, out.dtype == jnp.float8_e4m3fn
+    lands = interpret is None and (gathers or scheme is not None)  # something comes by cp.async
+    # Of what comes by TMA, and, interpreted, of what else the producer does.
+    arrivals = branches + (not gathers) + (interpret is not None and (gathers or scheme is not None))
     weight_rows = branches * _width(out.shape[1], gate_up, block_n)
-    weights_tile = (weight_rows, _BLOCK_K) if contract_last else (_BLOCK_K, weight_rows)
+    weights_tile = (weight_rows, block_k) if contract_last else (block_k, weight_rows)
+    # Of FP8 there is room for one tile of results a consumer, because of the scales.
+    results = (2, 1, _RUN, 2 * _RUN) if makes_codes else (2, 2 if scheme is None else 1, _RUN, _RUN)
+    scales = (stages, _BLOCK_M + weight_rows // _HALF)
     scratch = _Scratch(
-        rows=plgpu.SMEM((stages, _BLOCK_M, _BLOCK_K), dtype, transforms=tile),
+        rows=plgpu.SMEM((stages, _BLOCK_M, block_k), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
-        results=plgpu.SMEM((2, 2, _RUN, _RUN), out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
+        results=plgpu.SMEM(results, out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
         words=plgpu.SMEM((_NUMBERS + 2,), jnp.int32),
         landed=plgpu.SMEM((stages, 2), jnp.int32) if lands else None,
-        full=plgpu.Barrier(num_arrivals=branches + (not lands), num_barriers=stages),
+        scales=plgpu.SMEM(scales, jnp.float32) if scheme is not None else None,
+        full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         drawn=plgpu.Barrier(num_arrivals=1, num_barriers=_NUMBERS),
     )
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(0))
+    made = [out]
+    if makes_codes and operands.out_scale is None:
+        made.append(jax.ShapeDtypeStruct((out.shape[0], out.shape[1] // QuantScheme.BLOCK), jnp.float32))
     leaves, tree = jax.tree.flatten(operands)
     scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
         count = len(leaves)
-        given, held = jax.tree.unflatten(tree, refs[:count]), refs[count + 1 :]
-        return given, refs[count], jax.tree.unflatten(scratch_tree, held)
+        outs, held = refs[count : count + len(made)], refs[count + len(made) :]
+        given = jax.tree.unflatten(tree, refs[:count])
+        return given, outs[0], outs[1] if len(outs) > 1 else None, jax.tree.unflatten(scratch_tree, held)
 
-    return plgpu.kernel(
+    found = plgpu.kernel(
         functools.partial(
             _kernel,
             unflatten=unflatten,
             gate_up=gate_up,
             activate=activate,
             contract_last=contract_last,
+            scheme=scheme,
             config=config,
             block_n=block_n,
             num_ctas=num_ctas,
             interpret=interpret is not None,
         ),
-        out_type=out,
+        out_type=made,
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=3,
@@ -477,3 +644,4 @@ def multiply_blocks(
         kernel_name=name,
         interpret=interpret,
     )(*leaves)
+    return found[0], found[1] if len(found) > 1 else None

@@ -140,16 +140,13 @@ def gather_scales(
     weights, starts = blocks or (scales.ref, ())
     first_block = count - len(starts)
     if interpret:
-        for j in range(first_block):
 
-            @pl.when(j < size)
-            def _(j: int = j) -> None:
-                row = first + j if token_of is None else token_of[first + j]
-                at = offset + row * scales.per_row
-                columns = scales.ref.shape[1]
-                scales_smem[stage, j] = scales.ref[
-                    lax.div(at, jnp.int32(columns)), lax.rem(at, jnp.int32(columns))
-                ]
+        @pl.loop(0, size)
+        def _(j: jax.Array) -> None:
+            row = first + j if token_of is None else token_of[first + j]
+            at, columns = offset + row * scales.per_row, scales.ref.shape[1]
+            scale = scales.ref[lax.div(at, jnp.int32(columns)), lax.rem(at, jnp.int32(columns))]
+            scales_smem[stage, j] = scale
 
         for i, start in enumerate(starts):
             at, columns = start + step, weights.shape[-1]
@@ -168,8 +165,8 @@ def gather_scales(
         used |= {"weights": address(weights), "step": scalar(step)} if starts else {}
         of_weights = "".join(
             f"""
-            setp.eq.s32 p, t, {first_block + i}; add.s32 r, %[start{i}], %[step];
-            mad.wide.s32 a, r, 4, %[weights]; @p cp.async.ca.shared.global [d], [a], 4;"""
+            setp.eq.s32 p, t, {i}; add.s32 r, %[start{i}], %[step]; mad.wide.s32 a, r, 4, %[weights];
+            @p cp.async.ca.shared.global [d+{4 * first_block}], [a], 4;"""
             for i in range(len(starts))
         )
         ptx(
@@ -219,13 +216,15 @@ def gather_tile(
 
     Without ``token_of``, rows ``first : first + size``.
 
-    ``copy(step, stage)`` starts to copy 64 columns from ``64 * step`` on into stage ``stage`` of ``x_smem``
-    (stages, 128, 64), in the layout of a WGMMA operand, and to arrive at the stage's barrier in
-    ``landed_smem`` (`init_landed`) when they are there; interpreted, it waits. Rows past ``size`` keep what
-    they held: a row of the product depends on its own row alone.
+    ``copy(step, stage)`` starts to copy 128 bytes of columns, those of number ``step``, into stage ``stage``
+    of ``x_smem`` (stages, 128, 64 or of FP8 128), in the layout of a WGMMA operand, and to arrive at the
+    stage's barrier in ``landed_smem`` (`init_landed`) when they are there, as `arrive_landed` does;
+    interpreted, it waits. Rows past ``size`` keep what they held: a row of the product depends on its own
+    row alone.
     """
     _, block_m, block_k = x_smem.shape
-    assert (block_m, block_k) == (128, 64), x_smem.shape
+    itemsize = jnp.dtype(x_smem.dtype).itemsize
+    assert (block_m, itemsize * block_k) == (128, 128), x_smem.shape
     if interpret:
         # One ordinary load a row: the interpreter has no cp.async.
         def copy_rows(step: jax.Array, stage: jax.Array) -> None:
@@ -280,34 +279,51 @@ def gather_tile(
         # A row is one line of a swizzled tile: 16 rows on, it is two tiles on.
         copies = "".join(
             f"""
-            setp.ge.s32 p, %[t{i}], 0; mad.wide.s32 a, %[t{i}], {2 * x_gmem.shape[1]}, source;
+            setp.ge.s32 p, %[t{i}], 0; mad.wide.s32 a, %[t{i}], {itemsize * x_gmem.shape[1]}, source;
             @p cp.async.cg.shared.global [target+{2048 * i}], [a], 16;"""
             for i in range(per_thread)
         )
         ptx(
             f"""{{ .reg .pred p; .reg .b32 r, c, d, target; .reg .b64 a, source;
             mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3;
-            mad.lo.s32 d, %[step], {block_k * 2 // 16}, c; mad.wide.s32 source, d, 16, %[x];
-            mad.lo.s32 target, %[stage], {block_m * block_k * 2}, %[operand];
+            mad.lo.s32 d, %[step], 8, c; mad.wide.s32 source, d, 16, %[x];
+            mad.lo.s32 target, %[stage], {128 * block_m}, %[operand];
             mad.lo.u32 target, r, 128, target;
             xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
-            {copies}
-            mad.lo.u32 d, %[stage], 8, %[landed];
-            cp.async.mbarrier.arrive.noinc.shared::cta.b64 [d]; }}""",
+            {copies} }}""",
             x=address(x),
             operand=shared_address(operand),
-            landed=shared_address(landed),
             step=scalar(step),
             stage=scalar(stage),
             **rows,
         )
+        _arrive(landed, stage)
 
     found = find(x_gmem if token_of is None else token_of, first, size)
     return lambda step, stage: gather(x_gmem, x_smem, landed_smem, found, step, stage)
 
 
+def _arrive(landed: Any, stage: Any) -> None:
+    ptx(
+        """{ .reg .b32 d; mad.lo.u32 d, %[stage], 8, %[landed];
+        cp.async.mbarrier.arrive.noinc.shared::cta.b64 [d]; }""",
+        landed=shared_address(landed),
+        stage=scalar(stage),
+    )
+
+
+def arrive_landed(landed_smem: Any, stage: jax.Array) -> None:
+    """Arrive at a stage's barrier when all is there that this warpgroup has begun to copy by cp.async."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def arrive(ctx: Any, landed: Any, stage: Any) -> None:
+        _arrive(landed, stage)
+
+    arrive(landed_smem, stage)
+
+
 def init_landed(landed_smem: Any) -> None:
-    """Make barriers of (stages, 2) words, for a warpgroup's gathers to arrive; in all threads of a CTA."""
+    """Make barriers of (stages, 2) words, for a warpgroup's copies to arrive; in all threads of a CTA."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def init(ctx: Any, landed: Any) -> None:
@@ -323,8 +339,8 @@ def init_landed(landed_smem: Any) -> None:
     init(landed_smem)
 
 
-def await_landed(landed_smem: Any, step: jax.Array) -> None:
-    """Wait until the rows of a step are in shared memory, for WGMMA to see."""
+def await_landed(landed_smem: Any, step: jax.Array, *, for_wgmma: bool = True) -> None:
+    """Wait until what comes by cp.async for a step is in shared memory, for WGMMA to see or for threads."""
     stages = landed_smem.shape[0]
     turn = lax.div(step, jnp.int32(stages))
 
@@ -332,11 +348,12 @@ def await_landed(landed_smem: Any, step: jax.Array) -> None:
     def wait(ctx: Any, landed: Any, stage: Any, parity: Any) -> None:
         ptx(
             """{ .reg .pred p; .reg .b32 a; mad.lo.u32 a, %[stage], 8, %[landed];
-            AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [a], %[parity]; @!p bra AGAIN;
-            fence.proxy.async.shared::cta; }""",
+            AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [a], %[parity]; @!p bra AGAIN; }""",
             landed=shared_address(landed),
             stage=scalar(stage),
             parity=scalar(parity),
         )
+        if for_wgmma:
+            ptx("fence.proxy.async.shared::cta;")
 
     wait(landed_smem, step - turn * stages, turn & 1)

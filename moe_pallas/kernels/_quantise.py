@@ -1,8 +1,8 @@
 """Activations to FP8 inside a kernel, by the rules of `moe_pallas.quant`.
 
-`quantise_tokens` makes codes and scales of x before the first product, `store_codes` those of h from the
-registers that the first product leaves. Codes of x are quant's, bit for bit; h comes from products that were
-summed up in another order.
+`quantise_tokens` makes codes and scales of x before the first product; `store_codes` and `store_tile` those
+of h from the registers that the first product leaves, where tokens are columns of it, or rows. Codes of x are
+quant's, bit for bit; h comes from products that were summed up in another order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -224,6 +225,119 @@ def store_codes(
     refs = [plgpu.RefType()] * 3
     run = plgpu.inline_mgpu(arg_types=(*refs, *arrays, *[_mgpu.SCALAR] * 4))(store)
     run(codes, scales, maxima, *values, row, column, size, expert)
+
+
+def store_tile(
+    tiles_smem: Any,
+    warpgroup: jax.Array,
+    scales: Any,
+    values: Sequence[jax.Array],
+    row: jax.Array,
+    column: jax.Array,
+    size: jax.Array,
+    expert: jax.Array,
+    *,
+    activations: ActivationScales,
+    interpret: bool,
+) -> None:
+    """``tiles[warpgroup, 0, i, 64 * s + j]`` = code of ``values[s][i, j]``: rows are tokens here.
+
+    Args:
+      tiles_smem: (warpgroups, 1, 64, 128) float8_e4m3fn in shared memory, in the layout of WGMMA operands.
+      warpgroup: The running one.
+      scales: GROUP: (rows, F / 128) float32 in global memory, written for rows ``row : row + size`` and the
+        group at ``column``. STATIC: (E, 1) float32, of which ``expert``'s is used.
+      values: Two (64, 64) float32 accumulators.
+      row: Where the rows stand in ``scales``.
+      column: The first column's number in h.
+      size: Rows that count.
+      expert: Theirs.
+      activations: STATIC or GROUP.
+      interpret: Whether Pallas' interpreter runs this.
+    """
+    is_static = activations is ActivationScales.STATIC
+    if interpret:
+        made, scale = quantize_activations(
+            jnp.concatenate(values, axis=1), activations, scales[expert, 0] if is_static else None
+        )
+        tiles_smem[warpgroup, 0, :, :] = made
+        if not is_static:
+
+            @pl.loop(0, jnp.minimum(size, len(made)))
+            def _(i: jax.Array) -> None:
+                scales[row + i, pl.ds(column // _GROUP, 1)] = lax.dynamic_index_in_dim(scale, i, 0, False)
+
+        return
+
+    def store(ctx: Any, tiles: Any, scales: Any, *rest: Any) -> None:
+        warpgroup, row, column, size, expert = (Int(_mgpu.scalar(x)) for x in rest[-5:])
+        lane, warp = thread_index() & 31, (thread_index() >> 5) & 3
+        held = [_pairs(value) for value in rest[:-5]]
+        words = {}
+        for i in range(2):
+            # Lane l of warp w has columns 2(l % 4), 2(l % 4) + 1 (+ 8, ...) of rows 16w + l/4 (+ 8).
+            mine = [[_flushed(Float(x)) for x in pair[i]] for value in held for pair in value]
+            if is_static:
+                scale = _at_least_smallest(Memory(scales).load(expert))
+            else:
+                scale = _scale_of(warp_float_max(_largest_finite([x for pair in mine for x in pair]), 4))
+                at = warp * 16 + (lane >> 2) + 8 * i
+                groups = Memory(scales).size // num_rows
+                with if_((lane & 3).equals(0)), if_(at < size):
+                    Memory(scales).store((row + at) * groups + column // _GROUP, scale)
+            inverse = reciprocal(scale)
+            for j, pair in enumerate(mine):
+                words[i, j] = to_e4m3(*(_scaled(x, inverse) for x in pair)).value
+        stores = []
+        for j in range(16):
+            if j % 2 == 0:  # a chunk of 16 bytes, swizzled
+                stores.append(f"xor.b32 t, l, {j // 2}; shl.b32 t, t, 4; add.u32 t, t, a;")
+            for i in range(2):
+                stores.append(f"cvt.u16.u32 h, %[v{i}_{j}]; st.shared.b16 [t+{1024 * i + 8 * (j % 2)}], h;")
+        _mgpu.ptx(
+            f"""{{ .reg .b16 h; .reg .b32 t, l, a;
+            mov.u32 t, %tid.x; and.b32 l, t, 3; shl.b32 a, l, 1; add.u32 a, a, %[tiles];
+            mad.lo.u32 a, %[warpgroup], {64 * 128}, a; and.b32 l, t, 31; shr.u32 l, l, 2;
+            mad.lo.u32 a, l, 128, a; shr.u32 t, t, 5; and.b32 t, t, 3; mad.lo.u32 a, t, 2048, a;
+            {" ".join(stores)} }}""",
+            tiles=_mgpu.shared_address(tiles),
+            warpgroup=warpgroup.value,
+            **{f"v{i}_{j}": word for (i, j), word in words.items()},
+        )
+
+    num_rows = scales.shape[0]
+    arrays = [plgpu.Layout.WGMMA] * len(values)
+    refs = [plgpu.RefType(_mgpu.operand_transforms(tiles_smem.dtype)), plgpu.RefType()]
+    run = plgpu.inline_mgpu(arg_types=(*refs, *arrays, *[_mgpu.SCALAR] * 5))(store)
+    run(tiles_smem, scales, *values, warpgroup, row, column, size, expert)
+
+
+def quantise(
+    x: jax.Array, input_scale: jax.Array | None, activations: ActivationScales
+) -> tuple[jax.Array, jax.Array]:
+    """Quantise x in a launch of its own: codes (T, D) and scales, as `quantise_tokens` has them."""
+    num_tokens, hidden_size = x.shape
+    groups = -(-hidden_size // _GROUP) if activations is ActivationScales.GROUP else 1
+    pieces = num_pieces(x, activations)
+    num_ctas = pieces if activations is ActivationScales.TOKEN else -(-pieces // 4)
+
+    def body(*refs: Any) -> None:
+        *given, codes, scales, maxima = refs
+        given_scale = given[1] if input_scale is not None else None
+        quantise_tokens(given[0], codes, scales, given_scale, maxima, activations, num_ctas)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_tokens, groups), jnp.float32),
+        ),
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        scratch_types=[plgpu.SMEM((4,), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="quantise",
+    )(*([x] if input_scale is None else [x, input_scale]))
 
 
 def _pairs(value: Any) -> list[list[list[Any]]]:

@@ -29,13 +29,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.kernels import _mgpu, _plan
+from moe_pallas.kernels import _mgpu, _plan, _quantise
 from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._block_gemm import Operands, multiply_blocks
 from moe_pallas.kernels._combine_slots import combine_slots
 from moe_pallas.plan import BlockPlan, cut_groups
+from moe_pallas.quant import QTensor, quantize_activations, scale_of_x
 from moe_pallas.routing import Routing
-from moe_pallas.spec import GateUp, MoESpec, Problem, WeightOn
+from moe_pallas.spec import ActivationScales, GateUp, MoESpec, Problem, WeightOn, WeightScales
 
 _DEFAULT = GroupedGemmConfig()
 
@@ -48,8 +49,8 @@ def routes(problem: Problem, config: GroupedGemmConfig) -> bool:
 def fused_moe(
     x: jax.Array,
     logits: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -84,8 +85,8 @@ def fused_moe(
 def fused_experts(
     x: jax.Array,
     routing: Routing,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -99,8 +100,8 @@ def fused_experts(
     Args:
       x: (T, D) bfloat16 | float16.
       routing: ids (T, top_k) int32, outside [0, E) = dropped, and weights (T, top_k) float32.
-      w13: (E, 2F, D) or (E, F, D) in x's dtype.
-      w2: (E, D, F) in x's dtype.
+      w13: (E, 2F, D) or (E, F, D) in x's dtype, or quantised.
+      w2: (E, D, F) in x's dtype, or quantised like w13.
       b13: (E, 2F) or (E, F) float, or None.
       b2: (E, D) float, or None.
       spec: The layer.
@@ -126,8 +127,8 @@ def _max_rows(x: jax.Array, spec: MoESpec, config: GroupedGemmConfig) -> int:
 def _layer(
     x: jax.Array,
     plan: BlockPlan,
-    w13: jax.Array,
-    w2: jax.Array,
+    w13: jax.Array | QTensor,
+    w2: jax.Array | QTensor,
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
@@ -142,37 +143,80 @@ def _layer(
     blocks: Any = {
         name: getattr(plan, name) for name in ("num_blocks", "block_expert", "block_row", "block_size")
     }
+    up: dict[str, Any] = {"rows": x, "weights": w13}
+    down: dict[str, Any] = {"weights": w2}
+    scheme = None
+    if isinstance(w13, QTensor) and isinstance(w2, QTensor):
+        scheme = w13.scheme
+        codes, scales = _quantise_x(x, w13, interpret)
+        up = {
+            "rows": codes,
+            "weights": w13.values,
+            "row_scale": scales,
+            "weight_scale": _scales_of(w13, spec),
+        }
+        down = {"weights": w2.values, "weight_scale": _scales_of(w2, spec)}
+        if scheme.hidden is ActivationScales.STATIC:
+            up["out_scale"] = down["row_scale"] = w2.input_scale
     if spec.gated:
-        apart = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
-        w13 = w13.reshape(spec.num_experts, *apart, hidden_size)
-        if b13 is not None:
-            b13 = b13.reshape(spec.num_experts, *apart)
-            b13 = b13 if spec.gate_up is GateUp.STACKED else b13.swapaxes(1, 2)
-    h = multiply_blocks(
+        up["weights"] = up["weights"].reshape(spec.num_experts, *_apart(spec), hidden_size)
+        b13 = None if b13 is None else _branches_first(b13, spec)
+    h, h_scale = multiply_blocks(
         Operands(
-            x,
-            w13,
-            b13,
+            **up,
+            bias=b13,
             **blocks,
             block_first=plan.block_first,
             token_of=plan.token_of,
             weight_of_row=plan.weight_of_row if spec.weight_on is WeightOn.INPUT else None,
         ),
-        jax.ShapeDtypeStruct((rows, spec.intermediate_size), x.dtype),
+        jax.ShapeDtypeStruct((rows, spec.intermediate_size), down["weights"].dtype),
         name="grouped_gemm_up",
         block_n=launch["config"].up_block_n,
         gate_up=spec.gate_up if spec.gated else None,
         activate=functools.partial(activate, spec=spec),
+        scheme=scheme,
         **launch,
     )
-    slots = multiply_blocks(
-        Operands(h, w2, b2, **blocks),
+    if h_scale is not None:
+        down["row_scale"] = h_scale
+    slots, _ = multiply_blocks(
+        Operands(rows=h, bias=b2, **blocks, **down),
         jax.ShapeDtypeStruct((rows, hidden_size), x.dtype),
         name="grouped_gemm_down",
         block_n=launch["config"].down_block_n,
+        scheme=scheme,
         **launch,
     )
     return combine_slots(slots, plan, spec, num_tokens, interpret)
+
+
+def _apart(spec: MoESpec) -> tuple[int, int]:
+    """Shape that the rows of w13 take to have gate and up on an axis of their own."""
+    return (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
+
+
+def _branches_first(values: jax.Array, spec: MoESpec) -> jax.Array:
+    """(E, 2F), in the order of w13's rows → (E, 2, F)."""
+    values = values.reshape(spec.num_experts, *_apart(spec))
+    return values if spec.gate_up is GateUp.STACKED else values.swapaxes(1, 2)
+
+
+def _scales_of(weights: QTensor, spec: MoESpec) -> jax.Array:
+    """Scales of quantised weights as the kernel takes them."""
+    if weights.scheme.weights is WeightScales.BLOCK:
+        return weights.scale.reshape(-1, weights.scale.shape[-1])
+    scales = weights.scale[..., 0]
+    if weights.scheme.weights is WeightScales.CHANNEL and weights.gate_up is not None:
+        return _branches_first(scales, spec)
+    return scales
+
+
+def _quantise_x(x: jax.Array, w13: QTensor, interpret: Any) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of x, in a launch of its own."""
+    if interpret is None:
+        return _quantise.quantise(x, w13.input_scale, w13.scheme.activations)
+    return quantize_activations(x, w13.scheme.activations, scale_of_x(w13))
 
 
 def supports(num_rows: int, contracted: int, columns: int, dtype: str) -> str | None:
@@ -216,7 +260,7 @@ def multiply_groups(
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     firsts = lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)
     blocks = cut_groups(jnp.diff(firsts), firsts, config.BLOCK_M, num_rows)
-    return multiply_blocks(
+    product, _ = multiply_blocks(
         Operands(
             lhs,
             rhs,
@@ -236,3 +280,4 @@ def multiply_groups(
         num_ctas=num_ctas or _mgpu.num_sms(),
         interpret=interpret,
     )
+    return product
