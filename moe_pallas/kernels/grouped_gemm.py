@@ -14,8 +14,8 @@ bitwise repeatable, and do not depend on the other tokens: every row is computed
 the same order wherever it stands in a block.
 
 Operands: weights K-major as they are (w13 (E, 2F, D), w2 (E, D, F)), x (T, D); bfloat16 or float16; D and F
-multiples of 64, from 128 on. With weights in FP8 (multiples of 128) products are of FP8 codes: a launch of its
-own quantises x, the epilogue of the first GEMM h (`moe_pallas.kernels._quantise`).
+multiples of 64, from 128 on. With weights in FP8 (multiples of 128) products are of FP8 codes: a launch of
+its own quantises x, the epilogue of the first GEMM h (`moe_pallas.kernels._quantise`).
 
 `multiply_groups` is a launch by itself: rows as they stand, gathered in order and stored one by one.
 """

@@ -41,10 +41,10 @@ multiples of 64, from 128 on. The last tile of 64 or 128 rows is moved back to e
 hardware fills the contraction's last tile with zeros.
 
 With weights in FP8 (D and F multiples of 128) products are of FP8 codes. While the others route, the tokens'
-warpgroup of each CTA quantises a part of x and raises a flag, which the loads of tokens wait for; h is quantised
-in the epilogue (`moe_pallas.kernels._quantise`). A tile has 256 rows, for as many bytes: 128 of gate and of up,
-so that it makes whole groups of 128 columns of h. Rows of x and h come by cp.async together with the scales
-that go with a stage, and the products of a stage are added up in float32 with these.
+warpgroup of each CTA quantises a part of x and raises a flag, which the loads of tokens wait for; h is
+quantised in the epilogue (`moe_pallas.kernels._quantise`). A tile has 256 rows, for as many bytes: 128 of
+gate and of up, so that it makes whole groups of 128 columns of h. Rows of x and h come by cp.async together
+with the scales that go with a stage, and the products of a stage are added up in float32 with these.
 """
 
 from __future__ import annotations
