@@ -17,9 +17,10 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from quantised import SCHEMES
 
 from benchmarks.cases import MODELS
-from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped
+from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped, quantize, select_backend
 from moe_pallas.aot import toolchain
 from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
@@ -275,6 +276,42 @@ def grouped_rows(*args: jax.Array, transpose_rhs: bool) -> jax.Array:
     return grouped.grouped_gemm(*args, transpose_rhs=transpose_rhs, backend="grouped_gemm")
 
 
+def fp8_case(model: str, num_tokens: int, name: str, backend: str) -> aot.Case:
+    """The same launches as in bf16; the grouped GEMM has one more, which quantises x."""
+    spec, scheme = MODELS[model], SCHEMES[name]
+    case = layer_case("", spec, num_tokens, max_launches=1 if backend == "swap_ab" else 6)
+    weights = [
+        jax.eval_shape(
+            functools.partial(quantize, scheme=scheme, gate_up=gate_up),
+            struct,
+            input_scale=jax.ShapeDtypeStruct((), jnp.float32) if scheme.activations == "static" else None,
+        )
+        for struct, gate_up in zip(case.args[2:], (spec.gate_up, None), strict=True)
+    ]
+    problem = Problem(
+        spec=spec,
+        num_tokens=num_tokens,
+        dtype="bfloat16",
+        quant=scheme.name,
+        activation_scales=scheme.activations,
+    )
+    config = select_backend(problem, backend, device=H200).config
+    assert config is not None
+    grouped_kernels = ("quantise", "grouped_gemm_up", "grouped_gemm_down", "combine_slots")
+    slots, rows = num_tokens * spec.top_k, config.max_rows(problem)
+    return replace(
+        case,
+        name=f"{backend}-{name}-{model}-{num_tokens}",
+        function=functools.partial(on_h200, functools.partial(case.function, backend=backend)),
+        args=(*case.args[:2], *weights),
+        kernels=("swap_ab",) if backend == "swap_ab" else ("plan_count", "plan_place", *grouped_kernels),
+        max_registers=168,
+        max_temp_bytes=config.workspace_bytes(problem) + 64 * rows + 8 * slots + 100_000,
+        # The grouped GEMM holds 192 numbers a thread: a few words besides have no room.
+        max_spill_bytes=0 if backend == "swap_ab" else 100,
+    )
+
+
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
 
 CASES = [
@@ -329,6 +366,12 @@ CASES = [
     grouped_gemm_layer_case("qwen3-30b-a3b", 65536),
     groups_case(True),
     groups_case(False),
+    fp8_case("qwen3-30b-a3b", 1, "tensor-static", "swap_ab"),
+    fp8_case("mixtral-8x7b", 64, "block", "swap_ab"),
+    fp8_case("qwen3-next-80b", 8, "channel", "swap_ab"),
+    fp8_case("mixtral-8x7b", 8192, "tensor-static", "grouped_gemm"),
+    fp8_case("qwen3-30b-a3b", 8192, "block", "grouped_gemm"),
+    fp8_case("deepseek-v3-tp8", 512, "channel", "grouped_gemm"),
     swap_ab_option_case(
         "clamped-interleaved", 8, gate_up="interleaved", swiglu_limit=7.0, swiglu_alpha=1.702
     ),
