@@ -23,7 +23,7 @@ from quantised import SCHEMES, numpy_of, quantised_params
 from moe_pallas import MoESpec, Problem, QuantScheme, Routing, fused_experts, fused_moe, reference
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
 from moe_pallas.kernels import grouped_gemm, swap_ab
-from moe_pallas.oracle import select_backend
+from moe_pallas.oracle import assume_device, select_backend
 from moe_pallas.spec import H200
 from moe_pallas.testing import LOADS, assert_close, random_logits, random_params, random_tokens
 
@@ -113,6 +113,23 @@ def test_auto_takes_a_kernel(name: str) -> None:
     for num_tokens, backend in ((8, "swap_ab"), (4096, "grouped_gemm")):
         problem = Problem(spec=SPEC, num_tokens=num_tokens, dtype="bfloat16", **quant)
         assert select_backend(problem, device=H200).backend == backend
+
+
+@pytest.mark.parametrize(("backend", "launches"), [("swap_ab", 1), ("grouped_gemm", 6)])
+@pytest.mark.parametrize("name", ["tensor-static", "channel", "block"])
+def test_layer_is_lowered(name: str, backend: str, launches: int) -> None:
+    """For an H200: one launch; for prefill two for the plan, one for x, two products, the combine."""
+    x, params = inputs(SPEC, 8, SCHEMES[name])
+    args = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, random_logits(8, 16), experts_of(params))
+    )
+
+    def layer(x: jax.Array, logits: jax.Array, experts: dict[str, Any]) -> jax.Array:
+        return fused_moe(x, logits, **experts, spec=SPEC, backend=backend)
+
+    with assume_device(H200):
+        text = jax.jit(layer).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == launches
 
 
 # On a GPU

@@ -3,11 +3,11 @@
 Interpreted, one phase after the other with a race detector, the kernel shows that its items cover the
 matrices, that its rings and barriers order every access to shared memory, and that its numbers are right.
 What the interpreter has no word for is replaced (`interpret` in `moe_pallas.kernels._mgpu`), so this is not
-proved there: the asynchronous gather of token rows and its layout in shared memory, the transposed store of
-results, the flags by which CTAs wait for each other, the number of a launch, the routing inside the kernel,
-and that a wait for WGMMA stands where it must. Tests marked gpu do all of it. Left out on a CPU are also
-sizes whose last tile or piece of a row overlaps the one before: both write the same bits to the same place,
-which the race detector rightly reports.
+proved there: the asynchronous gather of token rows (`test_gather.py` has its addresses), the transposed
+store of results, the flags by which CTAs wait for each other, the number of a launch, the routing inside the
+kernel, and that a wait for WGMMA stands where it must. Tests marked gpu do all of it. Left out on a CPU are
+also sizes whose last tile or piece of a row overlaps the one before: both write the same bits to the same
+place, which the race detector rightly reports.
 """
 
 from __future__ import annotations
