@@ -16,6 +16,7 @@ PACKAGE = ROOT / "moe_pallas"
 LEAVES = {
     "moe_pallas.errors": set(),
     "moe_pallas.spec": set(),
+    "moe_pallas.untrusted": set(),
     "moe_pallas.reference": {"numpy", "moe_pallas.spec", "moe_pallas.errors", "moe_pallas.reference_fp8"},
     "moe_pallas.reference_fp8": {"numpy", "ml_dtypes", "moe_pallas.spec"},
     "moe_pallas.activations": {"jax", "moe_pallas.spec"},
