@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,29 @@ def test_a_damaged_bundle_is_refused(trap: Callable[..., Path], tmp_path: Path) 
         (b"moe_pallas bundle 1\nno json\n", "its header can't be read"),
         (b"moe_pallas bundle 1\n[]\n", "its header can't be read"),
         (b'moe_pallas bundle 1\n{"device": {}}\n', "its header can't be read"),
+        (b'moe_pallas bundle 1\n{"device": {}, "device": {}}\n', "its header can't be read .*'device' twice"),
+        (b'moe_pallas bundle 1\n{"device": ' + b"[" * 10**5, "its header can't be read .*deep"),
     ],
+    ids=lambda value: repr(value)[:48],
 )
 def test_another_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "x.bundle"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"x\.bundle is no bundle: .*{reason}"):
         aot.load(path)
+
+
+def test_a_header_without_an_end_is_not_read_to_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.bundle"
+    with path.open("wb") as file:
+        file.write(b"moe_pallas bundle 1\n")
+        file.truncate(2**28)  # holes; would be many times the machine's memory as well
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"x\.bundle is no bundle"):
+        aot.read_header(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**25
 
 
 def test_another_version_of_the_format_is_refused(tmp_path: Path) -> None:

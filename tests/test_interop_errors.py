@@ -224,7 +224,7 @@ def test_a_corrupt_header_raises_with_the_files_name(header, tmp_path):
         (b'{"model_type": "olm', "no readable JSON"),
         (b"\xff\xfe\x00", "no readable JSON"),
         (b"[" * 100_000, "no readable JSON"),
-        (b"[1, 2]", "holds a JSON list; need an object"),
+        (b"[1, 2]", "no readable JSON: it holds a JSON list; need an object"),
     ],
 )
 def test_broken_json_raises_with_the_files_name(file, content, message, tmp_path):

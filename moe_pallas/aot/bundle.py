@@ -25,10 +25,12 @@ from jax.experimental import serialize_executable
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.oracle import describe_device
 from moe_pallas.spec import DeviceInfo
+from moe_pallas.untrusted import clipped, parse_json
 from moe_pallas.warmup import Programs
 
 _FORMAT = b"moe_pallas bundle "
 _VERSION = 1
+_MAX_HEADER_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,11 +191,13 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> Header:
             "a bundle built by this version of moe_pallas.",
         )
     try:
-        fields = json.loads(file.readline())
+        fields = parse_json(file.readline(_MAX_HEADER_BYTES))
         device = DeviceInfo(**fields.pop("device"))
         return Header(**fields | {"buckets": tuple(fields["buckets"])}, device=device)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{os.fspath(path)} is no bundle: its header can't be read ({error}).") from error
+        raise ValueError(
+            f"{os.fspath(path)} is no bundle: its header can't be read ({clipped(str(error))})."
+        ) from error
 
 
 def _differences(header: Header, device: DeviceInfo) -> list[str]:

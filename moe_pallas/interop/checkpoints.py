@@ -21,9 +21,10 @@ from moe_pallas.errors import UnsupportedError
 from moe_pallas.interop import fp8
 from moe_pallas.interop.families import Family, Tensor, find_family, moe_layers
 from moe_pallas.interop.layouts import convert_gate_up
-from moe_pallas.interop.safetensors_folder import SafetensorsFolder, shortened
+from moe_pallas.interop.safetensors_folder import SafetensorsFolder
 from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.spec import ActivationScales, GateUp, MoESpec, QuantScheme
+from moe_pallas.untrusted import clipped, shortened
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 # What a tensor's name ends in if the checkpoint is quantised. First match wins.
@@ -81,7 +82,7 @@ def from_huggingface(folder: str | os.PathLike[str], layer: int) -> tuple[MoESpe
     try:
         layout = fp8.read_layout(checkpoint.config)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.folder / 'config.json'} ({family.name}): {error} {_AGAIN}") from error
+        raise _senseless(checkpoint, family, error) from error
     tensors = _find_tensors(checkpoint, family, spec, layer, layout)
     parts = defaultdict(list)
     for tensor in tensors:
@@ -168,7 +169,7 @@ def _read_spec(checkpoint: SafetensorsFolder, family: Family, layer: int) -> MoE
     except UnsupportedError:
         raise
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{checkpoint.folder / 'config.json'} ({family.name}): {error} {_AGAIN}") from error
+        raise _senseless(checkpoint, family, error) from error
     if not 0 <= layer < layers:
         raise ValueError(f"{checkpoint.folder} has the layers 0 … {layers - 1}; got layer={layer}.")
     if spec is None or layer not in with_experts:
@@ -178,6 +179,11 @@ def _read_spec(checkpoint: SafetensorsFolder, family: Family, layer: int) -> MoE
             f"the layers with experts: {shortened([str(i) for i in with_experts]) or 'none'}.",
         )
     return spec
+
+
+def _senseless(checkpoint: SafetensorsFolder, family: Family, error: Exception) -> ValueError:
+    stated = clipped(str(error), 500)
+    return ValueError(f"{checkpoint.folder / 'config.json'} ({family.name}): {stated} {_AGAIN}")
 
 
 def _find_tensors(
@@ -233,7 +239,11 @@ def _check_quantisation(
             hits = [name for name in hits if not name.endswith(fp8.SUFFIXES)]
         if hits:
             stated = checkpoint.config.get("quantization_config")
-            method = f", {stated.get('quant_method')!r} by its config" if isinstance(stated, dict) else ""
+            method = (
+                f", {clipped(repr(stated.get('quant_method')))} by its config"
+                if isinstance(stated, dict)
+                else ""
+            )
             raise UnsupportedError(
                 "from_huggingface",
                 f"layer {layer} of {checkpoint.folder} is quantised: {scheme} by the names of its tensors"
@@ -293,15 +303,7 @@ def _read_scales(checkpoint: SafetensorsFolder, shape: tuple[int, ...], tensors:
     scales = np.empty(shape, np.float32)
     for tensor in tensors:
         part = tensor.view(scales)
-        # Every float that scales are stored in widens to float32 exactly.
-        part[...] = checkpoint.read(tensor.name).astype(np.float32).reshape(part.shape)
-        is_input = tensor.name.endswith("input_scale")
-        if not (np.isfinite(part) & ((part > 0) if is_input else (part >= 0))).all():
-            raise ValueError(
-                f"{tensor.name} in {checkpoint.file(tensor.name)} of {checkpoint.folder} holds scales from "
-                f"{part.min()} to {part.max()}; need finite ones, {'above' if is_input else 'not below'} 0. "
-                "Quantise the checkpoint again."
-            )
+        part[...] = fp8.read_scales(checkpoint, tensor.name).reshape(part.shape)
     return scales
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import Activation, GateUp, GroupScore, MoESpec, Scoring
+from moe_pallas.untrusted import clipped
 
 Config = Mapping[str, Any]
 
@@ -66,7 +67,7 @@ class Family:
     Args:
       name: ``model_type`` in config.json.
       read_spec: Makes the spec from config.json.
-      has_experts: Whether a layer is an MoE layer (config, layer).
+      with_experts: Which of so many layers are MoE layers (config, number of layers).
       params: The parameters its checkpoints hold.
       optional_params: Those which some of them lack.
       block: The module that holds router and experts, per expert.
@@ -79,7 +80,7 @@ class Family:
 
     name: str
     read_spec: Callable[[Config], MoESpec]
-    has_experts: Callable[[Config, int], bool] = lambda config, layer: True
+    with_experts: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
     params: frozenset[str] = frozenset({"router", "w13", "w2"})
     optional_params: frozenset[str] = frozenset()
     block: str = "mlp"
@@ -136,7 +137,7 @@ def find_family(model_type: Any, caller: str) -> Family:
     """Look a family up by its ``model_type``; UnsupportedError lists the known ones."""
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise UnsupportedError(
-            caller, f"no model family {model_type!r} is known.", f"{', '.join(_FAMILIES)}."
+            caller, f"no model family {clipped(repr(model_type))} is known.", f"{', '.join(_FAMILIES)}."
         )
     return _FAMILIES[model_type]
 
@@ -146,7 +147,7 @@ def moe_layers(family: Family, config: Config) -> tuple[int, list[int]]:
     layers = _integer(config, "num_hidden_layers", low=1)
     if layers > _MAX_LAYERS:
         raise ValueError(f"num_hidden_layers={layers} is more than {_MAX_LAYERS}, the most that is read.")
-    return layers, [layer for layer in range(layers) if family.has_experts(config, layer)]
+    return layers, family.with_experts(config, layers)
 
 
 def _required(config: Config, *spellings: str) -> Any:
@@ -170,7 +171,9 @@ def _common(config: Config, *, width: str, experts: tuple[str, ...]) -> dict[str
     act = config.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in _ACTIVATIONS:
         raise UnsupportedError(
-            "from_huggingface", f"hidden_act={act!r} has no counterpart here.", f"{', '.join(_ACTIVATIONS)}."
+            "from_huggingface",
+            f"hidden_act={clipped(repr(act))} has no counterpart here.",
+            f"{', '.join(_ACTIVATIONS)}.",
         )
     return {
         "num_experts": _required(config, *experts),
@@ -206,12 +209,14 @@ def _qwen2(config: Config) -> MoESpec:
     )
 
 
-def _qwen_has_experts(config: Config, layer: int) -> bool:
+def _qwen_with_experts(config: Config, layers: int) -> list[int]:
     step = _integer(config, "decoder_sparse_step", low=1, default=1)
     dense = config.get("mlp_only_layers")
-    if not isinstance(dense, list | None):
-        raise ValueError(f"'mlp_only_layers' is a list of layers; got {dense!r}.")
-    return layer not in (dense or ()) and (layer + 1) % step == 0
+    if dense is None:
+        dense = []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"'mlp_only_layers' is a list of layers; got {clipped(repr(dense))}.")
+    return sorted(set(range(step - 1, layers, step)) - set(dense))
 
 
 def _deepseek(config: Config) -> MoESpec:
@@ -219,7 +224,7 @@ def _deepseek(config: Config) -> MoESpec:
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if config.get(key, known) != known:
             raise UnsupportedError(
-                "from_huggingface", f"{key}={config[key]!r} of deepseek_v3.", f"{known!r}."
+                "from_huggingface", f"{key}={clipped(repr(config[key]))} of deepseek_v3.", f"{known!r}."
             )
     common = _common(
         config,
@@ -241,9 +246,10 @@ def _deepseek(config: Config) -> MoESpec:
     )
 
 
-def _deepseek_has_experts(config: Config, layer: int) -> bool:
+def _deepseek_with_experts(config: Config, layers: int) -> list[int]:
     dense = _integer(config, "first_k_dense_replace", low=0, default=3)
-    return layer >= dense and layer % _integer(config, "moe_layer_freq", low=1, default=1) == 0
+    freq = _integer(config, "moe_layer_freq", low=1, default=1)
+    return [layer for layer in range(0, layers, freq) if layer >= dense]
 
 
 def _gpt_oss(config: Config) -> MoESpec:
@@ -273,16 +279,16 @@ _FAMILIES = {
         Family(
             name="qwen2_moe",
             read_spec=_qwen2,
-            has_experts=_qwen_has_experts,
+            with_experts=_qwen_with_experts,
             params=_EXPERT_PARAMS | _SHARED_PARAMS | {"shared_gate"},
             shared="shared_expert",
         ),
-        Family(name="qwen3_moe", read_spec=_qwen3, has_experts=_qwen_has_experts),
+        Family(name="qwen3_moe", read_spec=_qwen3, with_experts=_qwen_with_experts),
         Family(name="olmoe", read_spec=_olmoe),
         Family(
             name="deepseek_v3",
             read_spec=_deepseek,
-            has_experts=_deepseek_has_experts,
+            with_experts=_deepseek_with_experts,
             params=_EXPERT_PARAMS | {"correction_bias"},
             optional_params=_SHARED_PARAMS,
             shared="shared_experts",

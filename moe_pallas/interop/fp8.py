@@ -28,7 +28,10 @@ from moe_pallas.interop.families import Tensor
 from moe_pallas.interop.safetensors_folder import SafetensorsFolder
 from moe_pallas.quant import QTensor, dequantize
 from moe_pallas.spec import ActivationScales, QuantScheme, WeightScales
+from moe_pallas.untrusted import clipped
 
+_FP8 = "F8_E4M3"
+_SCALE_DTYPES = ("F32", "F16", "BF16")
 MATRICES = ("w13", "w2", "shared_w13", "shared_w2")
 # What scales are called; those of param w13 go to params "w13.scale" and "w13.input_scale".
 SUFFIXES = (".weight_scale", ".weight_scale_inv", ".input_scale", "_proj_scale_inv")
@@ -63,11 +66,13 @@ def read_layout(config: Mapping[str, Any]) -> Layout | None:
       UnsupportedError: FP8 in a form that is not read.
       ValueError: A ``quantization_config`` that is no such thing.
     """
-    stated = config.get("quantization_config") or config.get("compression_config")
+    stated = config.get("quantization_config")
+    if stated is None or stated == {}:
+        stated = config.get("compression_config")
     if stated is None:
         return None
     if not isinstance(stated, Mapping):
-        raise ValueError(f"'quantization_config' is an object; got {stated!r}.")
+        raise ValueError(f"'quantization_config' is an object; got {clipped(repr(stated))}.")
     method = stated.get("quant_method")
     if method == "fp8":
         return _fp8(stated)
@@ -111,18 +116,45 @@ def read_dequantised(checkpoint: SafetensorsFolder, name: str) -> np.ndarray:
       ValueError: As `SafetensorsFolder.read`, or no scales of the form that config.json states.
       UnsupportedError: A form of FP8 that is not read.
     """
-    values = checkpoint.read(name)
-    if values.dtype != jnp.float8_e4m3fn:
-        return values
-    layout = read_layout(checkpoint.config)
+    if checkpoint.dtype(name) != _FP8:
+        return checkpoint.read(name)
+    layout, shape = read_layout(checkpoint.config), checkpoint.shape(name)
     if layout is None:
         raise ValueError(f"{name} in {checkpoint.folder} is FP8, but config.json states no FP8 quantisation.")
+    if len(shape) != 2:
+        raise ValueError(f"{name} in {checkpoint.folder} is {shape}; need a matrix (N, K) where it is FP8.")
     scale_name = name.removesuffix("weight") + layout.scale_name
-    scale, need = checkpoint.read(scale_name).astype(np.float32), layout.scheme.scale_shape(values.shape)
-    if scale.size != math.prod(need):
-        raise ValueError(f"{scale_name} in {checkpoint.folder} is {scale.shape}, need {need}.")
-    matrix = QTensor(values=jnp.asarray(values), scale=jnp.asarray(scale.reshape(need)), scheme=layout.scheme)
+    got, need, dtype = (
+        checkpoint.shape(scale_name),
+        layout.scheme.scale_shape(shape),
+        checkpoint.dtype(scale_name),
+    )
+    if math.prod(got) != math.prod(need):
+        raise ValueError(f"{scale_name} in {checkpoint.folder} is {got}, need {need}.")
+    if dtype not in _SCALE_DTYPES:
+        raise ValueError(
+            f"{scale_name} in {checkpoint.folder} is {dtype}; scales are one of {', '.join(_SCALE_DTYPES)}."
+        )
+    values, scale = checkpoint.read(name), read_scales(checkpoint, scale_name).reshape(need)
+    matrix = QTensor(values=jnp.asarray(values), scale=jnp.asarray(scale), scheme=layout.scheme)
     return np.asarray(dequantize(matrix))
+
+
+def read_scales(checkpoint: SafetensorsFolder, name: str) -> np.ndarray:
+    """Read scales as float32, to which every float that they are stored in widens exactly.
+
+    Raises:
+      ValueError: As `SafetensorsFolder.read`, or a scale that is negative or not finite.
+    """
+    scales = checkpoint.read(name).astype(np.float32)
+    is_input = name.endswith("input_scale")
+    if not (np.isfinite(scales) & ((scales > 0) if is_input else (scales >= 0))).all():
+        raise ValueError(
+            f"{name} in {checkpoint.file(name)} of {checkpoint.folder} holds scales from {scales.min()} to "
+            f"{scales.max()}; need finite ones, {'above' if is_input else 'not below'} 0. Quantise the "
+            "checkpoint again."
+        )
+    return scales
 
 
 def scale_tensors(tensors: Iterable[Tensor], layout: Layout) -> Iterator[Tensor]:
@@ -193,7 +225,10 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Layout:
     if stated.get("format") != "float-quantized" or not isinstance(groups, Mapping) or len(groups) != 1:
         raise _unread(f"format={stated.get('format')!r} of compressed-tensors, config_groups={groups!r}")
     (group,) = groups.values()
-    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(group, Mapping):
+        raise _unread(f"config_groups={groups!r}")
+    weights: Any = group.get("weights")
+    inputs: Any = group.get("input_activations")
     for side in (weights, inputs):
         is_fp8 = isinstance(side, Mapping) and (side.get("num_bits"), side.get("type")) == (8, "float")
         if not is_fp8 or not side.get("symmetric", True):
@@ -221,4 +256,4 @@ def _activations_of(scheme: QuantScheme) -> dict[str, Any]:
 
 
 def _unread(what: str) -> UnsupportedError:
-    return UnsupportedError("FP8 checkpoints", f"quantization_config states {what}.", _READ)
+    return UnsupportedError("FP8 checkpoints", f"quantization_config states {clipped(what, 500)}.", _READ)

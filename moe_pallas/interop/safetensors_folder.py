@@ -1,14 +1,13 @@
 """A folder of safetensors files, as the Hugging Face hub lays it out, read tensor by tensor.
 
-What it reads is not trusted: file names from the index stay inside the folder, shapes come from the
-files' headers (which safetensors checks against the file's size) before anything is allocated, and a
-broken file is a ValueError with its name. Nothing is ever downloaded or executed.
+What it reads is not trusted: file names from the index stay inside the folder, JSON is bounded in size and
+depth, a shard's header is checked whole against the file's size before a tensor is touched, and a broken
+file is a ValueError with its name. Nothing is ever downloaded or executed.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,13 @@ import ml_dtypes
 import numpy as np
 
 from moe_pallas.errors import UnsupportedError
+from moe_pallas.interop.header import MAX_HEADER_BYTES, Entry, read_header
+from moe_pallas.untrusted import clipped, is_name, parse_json, shortened
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# The largest file that is read of a kind; real ones have up to 3 and 15 MB.
+_MAX_BYTES = {"config.json": 16 << 20, _INDEX: MAX_HEADER_BYTES}
 _CONTENT = f"config.json with {_SINGLE}, or with {_INDEX} and the shards it names"
 # NumPy's own dtypes, and bfloat16: it knows that name since jax, and so ml_dtypes, was imported.
 _READABLE = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64")
@@ -65,7 +68,7 @@ class SafetensorsFolder:
             )
         self._safe_open, self._error = _import_safetensors()
         self._shards: dict[str, Any] = {}
-        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}  # where a shard's data begins, its header
+        self._headers: dict[str, dict[str, Entry]] = {}
         self.listing, self._files = self._read_listing()
 
     def names(self) -> tuple[str, ...]:
@@ -80,11 +83,11 @@ class SafetensorsFolder:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Give a tensor's shape from the file's header; the tensor itself is not read."""
-        return tuple(self._slice(name).get_shape())
+        return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
         """Give a tensor's dtype from the file's header, in safetensors' words (``"BF16"``, ``"F32"``)."""
-        return str(self._slice(name).get_dtype())
+        return self._entry(name).dtype
 
     def read(self, name: str) -> np.ndarray:
         """Read one tensor.
@@ -97,33 +100,19 @@ class SafetensorsFolder:
           ValueError: No such tensor, or a broken file.
           UnsupportedError: A dtype that NumPy and ml_dtypes don't have, or none that anything here uses.
         """
-        dtype = self.dtype(name)
-        if dtype == _FP8:
-            return self._read_bytes(name).view(ml_dtypes.float8_e4m3fn).reshape(self.shape(name))
-        if dtype not in _READABLE:
+        entry, file = self._entry(name), self.file(name)
+        if entry.dtype not in (*_READABLE, _FP8):
             raise UnsupportedError(
                 "SafetensorsFolder.read",
-                f"{name!r} in {self.file(name)} is stored as {dtype}.",
+                f"{name!r} in {file} is stored as {entry.dtype}.",
                 f"tensors of {', '.join((*_READABLE, _FP8))}.",
             )
         try:
-            return self._shard(self.file(name)).get_tensor(name)
-        except (self._error, OSError) as error:
-            raise self._broken(self.file(name), error) from error
-
-    def _read_bytes(self, name: str) -> np.ndarray:
-        file = self.file(name)
-        self._shard(file)  # safetensors has checked the header, its offsets and the file's size
-        try:
-            with self._path(file).open("rb") as stream:
-                if file not in self._headers:
-                    length = int.from_bytes(stream.read(8), "little")
-                    self._headers[file] = (8 + length, json.loads(stream.read(length)))
-                data, header = self._headers[file]
-                start, stop = header[name]["data_offsets"]
-                stream.seek(data + start)
-                return np.fromfile(stream, np.uint8, stop - start)
-        except (OSError, ValueError, KeyError) as error:
+            if entry.dtype != _FP8:
+                return self._shard(file).get_tensor(name)
+            values = np.fromfile(self._path(file), np.uint8, entry.stop - entry.start, offset=entry.start)
+            return values.view(ml_dtypes.float8_e4m3fn).reshape(entry.shape)
+        except (self._error, OSError, ValueError) as error:  # it was whole when it was opened
             raise self._broken(file, error) from error
 
     @functools.cached_property
@@ -135,7 +124,7 @@ class SafetensorsFolder:
         """Give the file that lists the tensors, and tensor name → file that holds it."""
         if (self.folder / _SINGLE).is_file():
             # A single file goes before an index, as in transformers.
-            return _SINGLE, dict.fromkeys(self._shard(_SINGLE).keys(), _SINGLE)
+            return _SINGLE, dict.fromkeys(self._header(_SINGLE), _SINGLE)
         if not (self.folder / _INDEX).is_file():
             held = sorted(path.name for path in self.folder.iterdir())
             raise FileNotFoundError(
@@ -145,32 +134,45 @@ class SafetensorsFolder:
         files = self._json(_INDEX).get("weight_map")
         if not isinstance(files, dict):
             raise ValueError(f"{self.folder / _INDEX} has no 'weight_map' from tensor names to file names.")
-        hostile = sorted({repr(file) for file in files.values() if not _is_plain(file)})
+        hostile = sorted({clipped(ascii(file)) for file in files.values() if not _is_plain(file)})
         if hostile:
             raise ValueError(
                 f"{self.folder / _INDEX} names shards that are no plain file names of the form "
                 f"'….safetensors': {shortened(hostile)}. A shard lies in the folder itself; don't trust "
                 "this checkpoint."
             )
+        unfit = [clipped(ascii(name)) for name in files if not is_name(name)]
+        if unfit:
+            raise ValueError(
+                f"{self.folder / _INDEX} has names of tensors that can't be shown: {shortened(unfit)}. Need "
+                "printable characters, at most 1024 in a name; don't trust this checkpoint."
+            )
         return _INDEX, files
 
-    def _slice(self, name: str) -> Any:
+    def _entry(self, name: str) -> Entry:
         file = self.file(name)
-        try:
-            return self._shard(file).get_slice(name)
-        except self._error as error:
+        header = self._header(file)
+        if name not in header:
             raise ValueError(
-                f"{self.folder / _INDEX} says that {file} holds {name!r}, but it doesn't ({error}). Download "
-                "the checkpoint again, all files from one revision."
-            ) from error
+                f"{self.folder / _INDEX} says that {file} holds {name!r}, but it doesn't: it holds "
+                f"{shortened(sorted(header)) or 'nothing'}. Download the checkpoint again, all files from "
+                "one revision."
+            )
+        return header[name]
+
+    def _header(self, file: str) -> dict[str, Entry]:
+        if file not in self._headers:
+            path = self._path(file)
+            try:
+                self._headers[file] = read_header(path)
+            except (ValueError, OSError) as error:
+                raise self._broken(file, error) from error
+        return self._headers[file]
 
     def _shard(self, file: str) -> Any:
         if file not in self._shards:
-            path = self._path(file)
-            try:
-                self._shards[file] = self._safe_open(path, framework="numpy")
-            except (self._error, OSError) as error:
-                raise self._broken(file, error) from error
+            self._header(file)  # is checked first
+            self._shards[file] = self._safe_open(self._path(file), framework="numpy")
         return self._shards[file]
 
     def _path(self, file: str) -> Path:
@@ -193,32 +195,29 @@ class SafetensorsFolder:
 
     def _json(self, file: str) -> dict[str, Any]:
         path = self._path(file)
+        size, limit = path.stat().st_size, _MAX_BYTES[file]
+        if size > limit:
+            raise ValueError(
+                f"{path} has {size} bytes, more than the {limit} that are read of such a file. Don't trust "
+                "this checkpoint."
+            )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            with path.open("rb") as stream:
+                return parse_json(stream.read(size))
+        except ValueError as error:
             raise ValueError(f"{path} is no readable JSON: {error}. Download it again.") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a JSON {type(content).__name__}; need an object.")
-        return content
 
     def _broken(self, file: str, error: Exception) -> ValueError:
         return ValueError(
-            f"{self.folder / file} is no readable safetensors file: {error}. It may be cut short; download "
-            "it again."
+            f"{self.folder / file} is no readable safetensors file: {clipped(str(error), 1000)}. It may be "
+            "cut short; download it again."
         )
-
-
-def shortened(items: list[str], limit: int = 8) -> str:
-    """Join a list for a message: all of a short one, the head and the length of a long one."""
-    rest = f", … ({len(items)} in all)" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + rest
 
 
 def _is_plain(file: Any) -> bool:
     return (
-        isinstance(file, str)
+        is_name(file)
         and file.endswith(".safetensors")
-        and file.isprintable()
         and not file.startswith(".")
         and not set(file) & set("/\\:")
     )
