@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_pallas import xla
+from moe_pallas.configs.lookup import Config
 from moe_pallas.oracle import Selection, announce, select_backend
 from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
@@ -35,6 +36,7 @@ def fused_moe(
     mask: jax.Array | None = None,
     num_tokens: jax.Array | int | None = None,
     backend: str = "auto",
+    config: Config | None = None,
 ) -> jax.Array:
     """Route tokens and compute their experts: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
 
@@ -57,14 +59,16 @@ def fused_moe(
         traced value, so that one compiled program serves every count (below 0: none is real, above the
         number of tokens: all are).
       backend: ``"auto"`` or a backend's name (see `select_backend`), which is then used or refused.
+      config: How the backend's kernel is to cut the problem up, a `SwapABConfig` or `GroupedGemmConfig`
+        of `moe_pallas.configs.schema`; with ``"auto"`` it asks for its backend. None: see `select_backend`.
 
     Returns:
       (..., D) in x's dtype.
 
     Raises:
       ValueError: Shapes or options that disagree with ``spec`` or with each other.
-      TypeError: A dtype of the wrong class.
-      UnsupportedError: The explicitly requested backend can't do this problem.
+      TypeError: A dtype of the wrong class, or no configuration.
+      UnsupportedError: The explicitly requested backend can't do this problem, or not in this configuration.
 
     Notes:
       Products accumulate in float32; the activation's result is rounded to x's dtype between the two
@@ -96,7 +100,7 @@ def fused_moe(
         )
     _check_operands(x, w13, w2, b13, b2, spec)
     real = token_mask(x, mask, num_tokens)
-    selection = _select(x, w13, spec, backend)
+    selection = _select(x, w13, spec, backend, config)
     if math.prod(x.shape[:-1]) == 0:
         return jnp.zeros(x.shape, x.dtype)
     if selection.backend != "xla":
@@ -117,6 +121,7 @@ def fused_experts(
     mask: jax.Array | None = None,
     num_tokens: jax.Array | int | None = None,
     backend: str = "auto",
+    config: Config | None = None,
 ) -> jax.Array:
     """Compute the experts of a given routing: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
 
@@ -133,6 +138,7 @@ def fused_experts(
       mask: (...) bool. False = padding, as in `fused_moe`.
       num_tokens: () int. Instead of mask: the first so many tokens are real.
       backend: ``"auto"`` or a backend's name.
+      config: As in `fused_moe`.
 
     Returns:
       (..., D) in x's dtype; rows without any expert are exactly 0.
@@ -152,7 +158,7 @@ def fused_experts(
     _check_operands(x, w13, w2, b13, b2, spec)
     _check_routing(x, routing, spec)
     mask = token_mask(x, mask, num_tokens)
-    selection = _select(x, w13, spec, backend)
+    selection = _select(x, w13, spec, backend, config)
     if math.prod(x.shape[:-1]) == 0:
         return jnp.zeros(x.shape, x.dtype)
     routing = Routing(
@@ -163,9 +169,11 @@ def fused_experts(
     return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
 
 
-def _select(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec, backend: str) -> Selection:
+def _select(
+    x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec, backend: str, config: Config | None
+) -> Selection:
     problem = _problem(x, w13, spec)
-    selection = select_backend(problem, backend)
+    selection = select_backend(problem, backend, config=config)
     announce(problem, selection)
     return selection
 

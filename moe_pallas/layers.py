@@ -13,8 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_pallas.activations import activate
+from moe_pallas.configs.lookup import Config
 from moe_pallas.experts import fused_moe, token_mask
-from moe_pallas.oracle import Explanation, Selection, check_backend, explain, select_backend
+from moe_pallas.oracle import Explanation, Selection, explain, resolve_backend, select_backend
 from moe_pallas.quant import QTensor, check_qtensor, dequantize, round_activations, scale_of_x
 from moe_pallas.routing import (
     Routing,
@@ -68,6 +69,8 @@ class MoE:
         store them in the dtype of the computation.
       param_dtype: Dtype in which `init` makes the parameters (correction_bias is always float32).
       backend: ``"auto"`` or a backend's name, see `select_backend`.
+      config: A configuration of that backend's kernel for every call, see `fused_moe`; None: the best known
+        for each.
       kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for
         each matrix by itself (each expert its own); biases start at 0.
       sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
@@ -87,12 +90,13 @@ class MoE:
     dtype: Any = None
     param_dtype: Any = jnp.float32
     backend: str = "auto"
+    config: Config | None = None
     kernel_init: Initializer = _LECUN_NORMAL
     sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
-        check_backend(self.backend)
+        resolve_backend(self.backend, self.config)
         check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
         if self.dtype is not None:
             check_dtype("MoE.dtype", jnp.dtype(self.dtype).name)
@@ -201,6 +205,7 @@ class MoE:
             # A count is less work for a kernel than the mask made of it.
             **({"mask": mask} if num_tokens is None else {"num_tokens": num_tokens}),
             backend=self.backend,
+            config=self.config,
         )
         if spec.shared_intermediate_size:
             with jax.named_scope("shared_expert"):
@@ -217,11 +222,11 @@ class MoE:
 
         ``quant``: How the experts are quantised, see `Problem`.
         """
-        return select_backend(self._problem(num_tokens, dtype, quant), self.backend)
+        return select_backend(self._problem(num_tokens, dtype, quant), self.backend, config=self.config)
 
     def explain(self, num_tokens: int, dtype: Any = jnp.bfloat16, quant: str = "none") -> Explanation:
         """Say why that backend, and why not the others; arguments as in ``select_backend``."""
-        return explain(self._problem(num_tokens, dtype, quant), self.backend)
+        return explain(self._problem(num_tokens, dtype, quant), self.backend, config=self.config)
 
     def _problem(self, num_tokens: int, dtype: Any, quant: str) -> Problem:
         name = jnp.dtype(dtype if self.dtype is None else self.dtype).name
@@ -271,6 +276,7 @@ class MoE:
                 correction_bias=bias,
                 mask=mask,
                 backend=self.backend,
+                config=self.config,
             )
         else:
             quant = cast["w13"].scheme.name if isinstance(cast["w13"], QTensor) else "none"
@@ -283,7 +289,7 @@ class MoE:
                     routing = drop_masked(routing, mask)
             if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
                 inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
-            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend)
+            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend, self.config)
         is_split = bool(sharding.shared_axes(spec))
         if sums and not is_split:
             y = lax.psum(y, sums)

@@ -11,19 +11,19 @@ import contextvars
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, moved_bytes, time_us
-from moe_pallas.configs.heuristics import active_experts, default_grouped_gemm, default_swap_ab
-from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
+from moe_pallas.configs.heuristics import active_experts
+from moe_pallas.configs.lookup import CONFIGS, EXPLICIT, Config, configure
+from moe_pallas.configs.predict import CONSTANTS, predicted_us
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import FP8, DeviceInfo, MoESpec, Problem
 
 BACKENDS = ("swap_ab", "grouped_gemm", "xla")
 PORTABLE_BACKENDS = ("xla",)  # run wherever JAX does, on every problem
-
-Config = SwapABConfig | GroupedGemmConfig
 
 _assumed: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("assumed_device", default=None)
 
@@ -36,29 +36,45 @@ class Selection:
       backend: Name of the backend that runs the call.
       reason: Why this one.
       config: How its kernel cuts the problem up; None for a backend without configurations.
+      source: Where ``config`` came from: ``"explicit"``, ``"table entry"``, ``"neighbour in the table"`` or
+        ``"cost model"``.
       device: The device that it was chosen for.
     """
 
     backend: str
     reason: str
     config: Config | None = None
+    source: str | None = None
     device: DeviceInfo
 
 
-def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInfo | None = None) -> Selection:
+def select_backend(
+    problem: Problem,
+    backend: str = "auto",
+    *,
+    config: Config | None = None,
+    device: DeviceInfo | None = None,
+    tables: str | os.PathLike[str] | None = None,
+) -> Selection:
     """Choose the backend for a call.
 
     Args:
       problem: The call.
       backend: ``"auto"``, or the name of a backend, which is then used or refused.
+      config: A configuration of that backend's kernel, a `SwapABConfig` or `GroupedGemmConfig` of
+        `moe_pallas.configs.schema`, which is then used or refused; with ``"auto"`` it asks for its backend.
       device: Where the call runs; JAX's default device if None.
+      tables: Directory of tables that are asked before the package's own, see `moe_pallas.configs.lookup`; if
+        None the one that the environment variable MOE_PALLAS_TABLES names, if any.
 
     Returns:
       `Selection`.
 
     Raises:
-      ValueError: No backend has that name.
-      UnsupportedError: The backend that was asked for can't do this problem, or not on this device.
+      ValueError: No backend has that name, the configuration is another backend's, or a table is malformed.
+      TypeError: ``config`` is no configuration, or has a field that is no integer.
+      UnsupportedError: The backend or configuration that was asked for can't do this problem, or not on this
+        device.
 
     Example:
       >>> from moe_pallas import MoESpec, Problem, select_backend
@@ -67,22 +83,22 @@ def select_backend(problem: Problem, backend: str = "auto", *, device: DeviceInf
       >>> select_backend(Problem(spec=spec, num_tokens=1, dtype="bfloat16"), device=H200).backend
       'swap_ab'
     """
-    check_backend(backend)
+    backend = resolve_backend(backend, config)
     device = device or current_device()
     if backend == "xla":
         return Selection(backend=backend, reason=_ASKED_FOR, device=device)
-    kernels = _kernels(problem, backend, device)
+    kernels = _kernels(problem, backend, config, device, tables)
     if backend in kernels:
-        config, objection = kernels[backend]
-        if objection:
-            raise UnsupportedError(backend, objection, "backend='xla', or 'auto'.")
-        return Selection(backend=backend, reason=_ASKED_FOR, config=config, device=device)
+        kernel = kernels[backend]
+        if kernel.objection:
+            hint = "backend='xla', or 'auto'." if config is None else "another config, or none."
+            raise UnsupportedError(backend, kernel.objection, hint)
+        return kernel.selection(backend, _ASKED_FOR, device)
     objections = []
     for name, reason in _REASONS.items():
-        config, objection = kernels[name]
-        if objection is None:
-            return Selection(backend=name, reason=reason, config=config, device=device)
-        objections.append(f"{name}: {objection}")
+        if kernels[name].objection is None:
+            return kernels[name].selection(name, reason, device)
+        objections.append(f"{name}: {kernels[name].objection}")
     return Selection(backend="xla", reason=" ".join(objections), device=device)
 
 
@@ -95,16 +111,37 @@ _REASONS = {
 }
 
 
-def _kernels(problem: Problem, backend: str, device: DeviceInfo) -> dict[str, tuple[Config, str | None]]:
-    """Of each kernel, the configuration for a call, and why it can't (or by "auto" should not) do it here."""
-    configs: dict[str, Config] = {
-        "swap_ab": default_swap_ab(problem),
-        "grouped_gemm": default_grouped_gemm(problem),
-    }
-    objections = {name: _objection(problem, config, device) for name, config in configs.items()}
-    if backend == "auto":
-        objections["swap_ab"] = objections["swap_ab"] or _too_many_tokens(problem)
-    return {name: (config, objections[name]) for name, config in configs.items()}
+class _Kernel(NamedTuple):
+    """A kernel's configuration for a call, and why it can't (or by "auto" should not) do it here."""
+
+    config: Config
+    source: str
+    objection: str | None
+
+    def selection(self, backend: str, reason: str, device: DeviceInfo) -> Selection:
+        return Selection(
+            backend=backend, reason=reason, config=self.config, source=self.source, device=device
+        )
+
+
+def _kernels(
+    problem: Problem,
+    backend: str,
+    config: Config | None,
+    device: DeviceInfo,
+    tables: str | os.PathLike[str] | None,
+) -> dict[str, _Kernel]:
+    kernels = {}
+    for name in CONFIGS:
+        if config is not None and name == backend:
+            chosen, source = config, EXPLICIT
+        else:
+            chosen, source = configure(name, problem, device.name, tables)
+        objection = _objection(problem, chosen, device)
+        if backend == "auto" and name == "swap_ab":
+            objection = objection or _too_many_tokens(problem)
+        kernels[name] = _Kernel(chosen, source, objection)
+    return kernels
 
 
 def _objection(problem: Problem, config: Config, device: DeviceInfo) -> str | None:
@@ -133,8 +170,8 @@ def _too_many_tokens(problem: Problem) -> str | None:
 _MOST_TOKENS, _MOST_TOKENS_IF_SHORT, _SHORT_INTERMEDIATE_SIZE = 16, 2, 256
 
 
-# Read bandwidth in TB/s and bf16 products in TFLOP/s, measured: benchmarks/results.
-_ROOFS = {"NVIDIA H200": (4.5, 790.0)}
+# Read bandwidth in TB/s and products in TFLOP/s by dtype, measured: benchmarks/results.
+_ROOFS = {"NVIDIA H200": (4.5, {"bfloat16": 790.0, FP8: 1520.0})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +186,7 @@ class Explanation:
       min_bytes: That must be moved at least: the weights of these experts, x and y.
       flops: Of the products.
       floor_us: The time of either at the device's measured roofs; None where these are not known.
+      predicted_us: By `moe_pallas.configs.predict`; None without a kernel, or for a device it does not know.
       smem_bytes: Shared memory of a CTA of the kernel; 0 without one.
       workspace_bytes: Global memory for intermediate results; None without a kernel: XLA decides.
     """
@@ -160,6 +198,7 @@ class Explanation:
     min_bytes: int
     flops: int
     floor_us: float | None
+    predicted_us: float | None
     smem_bytes: int
     workspace_bytes: int | None
 
@@ -167,30 +206,46 @@ class Explanation:
         lines = [f"{_headline(self.problem, self.selection)}: {self.selection.reason}"]
         if self.selection.config is not None:
             workspace = _size(self.workspace_bytes or 0)
-            lines.append(f"{self.selection.config}, by the cost model")
+            lines.append(f"{self.selection.config}, {_FROM[self.selection.source or '']}")
             lines.append(f"{self.smem_bytes} bytes of shared memory a CTA, {workspace} of workspace")
-        floor = "unknown" if self.floor_us is None else f"{self.floor_us:.1f} us"
+        predicted, floor = (
+            "unknown" if time is None else f"{time:.1f} us" for time in (self.predicted_us, self.floor_us)
+        )
         lines.append(
-            f"floor {floor}: {_size(self.min_bytes)} for {self.experts_hit:.1f} experts hit, "
-            f"{self.flops / 1e9:.2f} GFLOP, uniform routing"
+            f"predicted {predicted}, floor {floor}: {_size(self.min_bytes)} for {self.experts_hit:.1f} "
+            f"experts hit, {self.flops / 1e9:.2f} GFLOP, uniform routing"
         )
         lines += [f"not {name}: {reason}" for name, reason in self.rejected]
         return "\n  ".join(lines)
 
 
-def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | None = None) -> Explanation:
+_FROM = {
+    "explicit": "asked for explicitly",
+    "table entry": "by a measurement in the table",
+    "neighbour in the table": "by a measurement of fewer or more tokens in the table",
+    "cost model": "by the cost model",
+}
+
+
+def explain(
+    problem: Problem,
+    backend: str = "auto",
+    *,
+    config: Config | None = None,
+    device: DeviceInfo | None = None,
+    tables: str | os.PathLike[str] | None = None,
+) -> Explanation:
     """Say which backend serves a call, why, and why not the others.
 
     Args:
       problem: The call.
-      backend: As in `select_backend`, which it agrees with.
-      device: Where the call runs; JAX's default device if None.
+      backend: As in `select_backend`, which it agrees with, and so the others.
 
     Returns:
       `Explanation`.
 
     Raises:
-      ValueError, UnsupportedError: As `select_backend`.
+      ValueError, TypeError, UnsupportedError: As `select_backend`.
 
     Example:
       >>> from moe_pallas import MoESpec, Problem, explain
@@ -200,13 +255,15 @@ def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | Non
       >>> print(str(why).splitlines()[-2].strip())
       not swap_ab: 256 tokens an expert are too many, it is fastest up to 16.
     """
-    selection = select_backend(problem, backend, device=device)
+    selection = select_backend(problem, backend, config=config, device=device, tables=tables)
+    backend = resolve_backend(backend, config)
+    kernels = _kernels(problem, backend, config, selection.device, tables)
     spec, config = problem.spec, selection.config
     comes_first = "not asked for" if backend != "auto" else f"{selection.backend} is taken before it"
     rejected = []
-    for name, (_, objection) in _kernels(problem, backend, selection.device).items():
+    for name, kernel in kernels.items():
         if name != selection.backend:
-            rejected.append((name, objection or comes_first))
+            rejected.append((name, kernel.objection or comes_first))
     if selection.backend != "xla":
         rejected.append(("xla", comes_first))
     hit = active_experts(problem.num_tokens, spec)
@@ -215,7 +272,9 @@ def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | Non
     row_bytes = 2 * spec.hidden_size * _ITEMSIZES[problem.dtype]
     min_bytes = round(hit * products * _ITEMSIZES[str(problem.weight_dtype)]) + problem.num_tokens * row_bytes
     flops = 2 * problem.num_tokens * spec.top_k * products
-    roofs = _ROOFS.get(selection.device.name) if problem.weight_dtype == "bfloat16" else None
+    read, rates = _ROOFS.get(selection.device.name, (0.0, {}))
+    rate = rates.get(str(problem.weight_dtype))
+    constants = CONSTANTS.get(selection.device.name)
     return Explanation(
         problem=problem,
         selection=selection,
@@ -223,7 +282,8 @@ def explain(problem: Problem, backend: str = "auto", *, device: DeviceInfo | Non
         experts_hit=hit,
         min_bytes=min_bytes,
         flops=flops,
-        floor_us=max(min_bytes / roofs[0], flops / roofs[1]) / 1e6 if roofs else None,
+        floor_us=max(min_bytes / read, flops / rate) / 1e6 if rate else None,
+        predicted_us=predicted_us(problem, config, constants) if config and constants else None,
         smem_bytes=0 if config is None else config.smem_bytes(problem),
         workspace_bytes=None if config is None else config.workspace_bytes(problem),
     )
@@ -322,6 +382,26 @@ def check_backend(backend: str) -> None:
     if backend not in ("auto", *BACKENDS):
         names = ", ".join(repr(name) for name in ("auto", *BACKENDS))
         raise ValueError(f"There is no backend {backend!r}; there are {names}.")
+
+
+def resolve_backend(backend: str, config: Any = None) -> str:
+    """Check what is asked for; a configuration with "auto" means the backend that it belongs to."""
+    check_backend(backend)
+    if config is None:
+        return backend
+    kernel = next((name for name, kind in CONFIGS.items() if type(config) is kind), None)
+    if kernel is None:
+        names = " or ".join(kind.__name__ for kind in CONFIGS.values())
+        raise TypeError(f"config is a {names}, or None; got {config!r} ({type(config).__name__}).")
+    for name, value in dataclasses.asdict(config).items():
+        if type(value) is not int:
+            raise TypeError(f"config.{name} is an int; got {value!r} ({type(value).__name__}).")
+    if backend not in ("auto", kernel):
+        raise ValueError(
+            f"A {type(config).__name__} belongs to backend={kernel!r}; got backend={backend!r}. Give "
+            "that, or 'auto'."
+        )
+    return kernel
 
 
 def current_device() -> DeviceInfo:

@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_pallas import xla
 from moe_pallas.configs.collectives import STRATEGIES, Layout
+from moe_pallas.configs.lookup import Config
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts
 from moe_pallas.oracle import StrategySelection, current_device, select_strategy
@@ -321,6 +322,7 @@ def routed_experts(
     experts: Mapping[str, Any],
     spec: MoESpec,
     backend: str,
+    config: Config | None,
 ) -> jax.Array:
     """Compute the routed experts of this shard's tokens, up to a sum over ``sharding.sum_axes``.
 
@@ -332,11 +334,14 @@ def routed_experts(
       experts: This shard's part of w13, w2 and, if there are any, b13 and b2.
       spec: The whole layer.
       backend: Of the local experts.
+      config: Of its kernel, or None.
 
     Returns:
       (T, D) in x's dtype.
     """
-    local = functools.partial(_local_experts, sharding, experts=experts, spec=spec, backend=backend)
+    local = functools.partial(
+        _local_experts, sharding, experts=experts, spec=spec, backend=backend, config=config
+    )
     axis = sharding.expert
     if not sharding.tokens_over_experts or sharding.size(axis) == 1:
         return local(x, routing)
@@ -356,6 +361,7 @@ def _local_experts(
     experts: Mapping[str, Any],
     spec: MoESpec,
     backend: str,
+    config: Config | None,
 ) -> jax.Array:
     """The experts that are here, of whatever tokens; ids of the others are dropped."""
     shards, tensor = sharding.size(sharding.expert), sharding.size(sharding.tensor)
@@ -381,6 +387,7 @@ def _local_experts(
         b13=experts.get("b13"),
         b2=b2,
         backend=backend,
+        config=config,
     )
 
 

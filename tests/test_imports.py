@@ -24,6 +24,8 @@ LEAVES = {
     "moe_pallas.configs.schema": {"moe_pallas.spec", "moe_pallas.errors", "moe_pallas.configs.lists"},
     "moe_pallas.configs.collectives": {"moe_pallas.spec"},
     "moe_pallas.configs.heuristics": {"moe_pallas.spec", "moe_pallas.configs"},
+    "moe_pallas.configs.predict": {"moe_pallas.spec", "moe_pallas.configs"},
+    "moe_pallas.configs.lookup": {"moe_pallas.spec", "moe_pallas.configs"},
 }
 KERNELS_NEVER = ["moe_pallas.oracle", "moe_pallas.layers", "moe_pallas.reference"]
 PACKAGE_NEVER = ["benchmarks", "examples", "tests"]

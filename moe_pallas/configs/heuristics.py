@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from moe_pallas.configs.schema import SMEM_BYTES, GroupedGemmConfig, SwapABConfig, can_split
 from moe_pallas.spec import ActivationScales, MoESpec, Problem
@@ -25,7 +25,8 @@ _STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
 _MAX_STAGES = 6
 _MOST_DOWN_STEPS = 16  # longer items of the second GEMM come out too uneven
 _ROWS = (64, 56, 48, 40, 32)
-_NARROW = 0.55  # time of a tile of 128 weight rows over that of one of 256 in the grouped GEMM
+_BLOCKS_M = (8, 16, 32, 64)
+NARROW = 0.55  # time of a tile of 128 weight rows over that of one of 256 in the grouped GEMM
 
 
 @functools.lru_cache(maxsize=1024)
@@ -49,7 +50,7 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
     cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
     candidates = _candidates(problem, block_m)
-    best = min(candidates, key=lambda config: sum(_cost_us(config, spec, n, num_sms) for n in cases))
+    best = min(candidates, key=lambda config: sum(busiest_us(config, spec, n, num_sms) for n in cases))
     return dataclasses.replace(best, num_stages=_most_stages(best, problem))
 
 
@@ -67,11 +68,11 @@ def default_grouped_gemm(problem: Problem, num_sms: int = 132) -> GroupedGemmCon
     Returns:
       The configuration that the model predicts to be fastest.
     """
-    spec, blocks = problem.spec, _blocks(problem, GroupedGemmConfig.BLOCK_M)
+    spec, blocks = problem.spec, mean_blocks(problem, GroupedGemmConfig.BLOCK_M)
 
     def block_n(wide_tiles: int, narrow_tiles: int) -> int:
         wide, narrow = (-(-round(blocks * tiles) // num_sms) for tiles in (wide_tiles, narrow_tiles))
-        return 128 if _NARROW * narrow < wide else 256
+        return 128 if NARROW * narrow < wide else 256
 
     wide, narrow = GroupedGemmConfig(), GroupedGemmConfig(up_block_n=128, down_block_n=128)
     return GroupedGemmConfig(
@@ -80,7 +81,45 @@ def default_grouped_gemm(problem: Problem, num_sms: int = 132) -> GroupedGemmCon
     )
 
 
-def _blocks(problem: Problem, block_m: int) -> float:
+def default_config(backend: str, problem: Problem) -> SwapABConfig | GroupedGemmConfig:
+    """Choose how the kernel of that name cuts a problem up."""
+    return default_swap_ab(problem) if backend == "swap_ab" else default_grouped_gemm(problem)
+
+
+def search_space(backend: str, problem: Problem) -> Iterator[SwapABConfig | GroupedGemmConfig]:
+    """All that a tuner may try of a kernel, but for what `neighbours` adds: legal configurations."""
+    configs: Iterable[SwapABConfig | GroupedGemmConfig]
+    if backend == "swap_ab":
+        candidates = itertools.chain.from_iterable(_candidates(problem, block_m) for block_m in _BLOCKS_M)
+        configs = (
+            dataclasses.replace(config, num_stages=_most_stages(config, problem)) for config in candidates
+        )
+    else:
+        configs = (
+            GroupedGemmConfig(up_block_n=up, down_block_n=down)
+            for up, down in itertools.product((256, 128), repeat=2)
+        )
+    yield from (config for config in configs if config.validate(problem) is None)
+
+
+def neighbours(
+    config: SwapABConfig | GroupedGemmConfig, problem: Problem
+) -> Iterator[SwapABConfig | GroupedGemmConfig]:
+    """The legal configurations that differ from one in one field, by one step."""
+    for name, value in dataclasses.asdict(config).items():
+        if name in ("block_m", "band", "up_block_n", "down_block_n"):
+            values = value // 2, value * 2
+        elif name in ("up_rows", "down_rows"):
+            values = value - 8, value + 8
+        else:
+            values = value - 1, value + 1
+        for new in values:
+            changed = dataclasses.replace(config, **{name: new})
+            if changed.validate(problem) is None:
+                yield changed
+
+
+def mean_blocks(problem: Problem, block_m: int) -> float:
     """Blocks that a uniform routing makes, on average."""
     spec = problem.spec
     share = spec.top_k / spec.num_experts
@@ -123,7 +162,7 @@ def _most_stages(config: SwapABConfig, problem: Problem) -> int:
     return 3
 
 
-def _cost_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> float:
+def busiest_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> float:
     """Time of the CTA that has the most to do."""
     up_part = -(-config.up_steps(spec) // config.up_splits)
     down_part = -(-config.down_steps(spec) // config.down_splits)
