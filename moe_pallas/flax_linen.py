@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_pallas import layers
+from moe_pallas.configs.lookup import Config
 from moe_pallas.layers import Initializer, MoEAux, Params
 from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
@@ -46,6 +47,7 @@ class MoE(nn.Module):
         it, unlike in `nn.Dense`). The router computes in float32 in any case.
       param_dtype: Dtype of the parameters (correction_bias is always float32).
       backend: ``"auto"`` or a backend's name, see `moe_pallas.select_backend`.
+      config: A configuration of that backend's kernel for every call, see `moe_pallas.fused_moe`, or None.
       kernel_init: Initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for each matrix by
         itself (each expert its own); biases start at 0. It can't carry metadata: use ``partitioning``.
       partitioning: Parameter name → name of the mesh axis of each dimension, for example
@@ -77,6 +79,7 @@ class MoE(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     backend: str = "auto"
+    config: Config | None = None
     kernel_init: Initializer = layers.MoE.kernel_init
     partitioning: Partitioning | None = None
     with_partitioning: Callable[..., Any] = nn.with_partitioning
@@ -104,6 +107,7 @@ class MoE(nn.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             backend=self.backend,
+            config=self.config,
             kernel_init=_plain(self.kernel_init),
             sharding=self.sharding,
         )

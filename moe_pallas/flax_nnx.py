@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_pallas import layers
+from moe_pallas.configs.lookup import Config
 from moe_pallas.layers import Initializer, MoEAux
 from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
@@ -48,6 +49,7 @@ class MoE(nnx.Module):
         it, unlike in `nnx.Linear`). The router computes in float32 in any case.
       param_dtype: Dtype of the parameters (correction_bias is always float32).
       backend: ``"auto"`` or a backend's name, see `moe_pallas.select_backend`.
+      config: A configuration of that backend's kernel for every call, see `moe_pallas.fused_moe`, or None.
       kernel_init: Initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for each matrix by
         itself (each expert its own); biases start at 0. It can't carry metadata: use ``partitioning``.
       partitioning: Parameter name → name of the mesh axis (or logical axis) of each dimension, for example
@@ -91,6 +93,7 @@ class MoE(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         backend: str = "auto",
+        config: Config | None = None,
         kernel_init: Initializer = layers.MoE.kernel_init,
         partitioning: Partitioning | None = None,
         sharding: Sharding | None = None,
@@ -100,6 +103,7 @@ class MoE(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.backend = backend
+        self.config = config
         self.sharding = sharding
 
         metadata: dict[str, Any] = {}
@@ -130,6 +134,7 @@ class MoE(nnx.Module):
             dtype=self.dtype,
             param_dtype=self.param_dtype,
             backend=self.backend,
+            config=self.config,
             sharding=self.sharding,
         )
 
