@@ -10,6 +10,15 @@ class UnsupportedError(NotImplementedError):
       backend: What was asked, for example ``"xla"`` or ``"from_huggingface"``.
       reason: Why it can't be done: what was got and what is needed.
       hint: What would work instead.
+
+    Example:
+      >>> from moe_pallas import MoESpec, Problem, UnsupportedError, explain
+      >>> spec = MoESpec(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96)
+      >>> try:
+      ...     explain(Problem(spec=spec, num_tokens=4, dtype="float32"), backend="swap_ab")
+      ... except UnsupportedError as error:
+      ...     print(error.backend)
+      swap_ab
     """
 
     def __init__(self, backend: str, reason: str, hint: str) -> None:

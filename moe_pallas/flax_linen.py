@@ -38,8 +38,8 @@ class MoE(nn.Module):
     checkpoint's flat dict so. A lifted transform (``nn.scan``, ``nn.vmap``) of such a layer needs
     ``"router_state"`` in its ``variable_axes``.
 
-    Where the collection ``"intermediates"`` is mutable, a call also sows its `moe_pallas.MoEAux` there as
-    ``"aux"``: routing, loads and the losses to train with.
+    Where the collection ``"intermediates"`` is mutable, a call also sows its `moe_pallas.layers.MoEAux` there
+    as ``"aux"``: routing, loads and the losses to train with.
 
     Attributes:
       spec: The layer.
@@ -147,7 +147,7 @@ class MoE(nn.Module):
           x: (..., D) bfloat16 | float16 | float32. Token activations.
           mask: (...) bool. False = padding, see `moe_pallas.fused_moe`.
           num_tokens: () int. Instead of mask: the first so many tokens are real.
-          return_aux: Also return `moe_pallas.MoEAux`.
+          return_aux: Also return `moe_pallas.layers.MoEAux`.
 
         Returns:
           (..., D) in ``dtype``; exactly 0 at padding. With ``return_aux`` a pair of it and `MoEAux`.

@@ -172,7 +172,7 @@ class MoE(nnx.Module):
           x: (..., D) bfloat16 | float16 | float32. Token activations.
           mask: (...) bool. False = padding, see `moe_pallas.fused_moe`.
           num_tokens: () int. Instead of mask: the first so many tokens are real.
-          return_aux: Also return `moe_pallas.MoEAux`: the routing, loads and losses to train with.
+          return_aux: Also return `moe_pallas.layers.MoEAux`: the routing, loads and losses to train with.
 
         Returns:
           (..., D) in ``dtype``; exactly 0 at padding. With ``return_aux`` a pair of it and `MoEAux`.

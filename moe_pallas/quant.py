@@ -151,6 +151,13 @@ def quantize(
     Raises:
       ValueError: An odd number of gate and up rows, or input_scale missing, not wanted or misshaped.
       TypeError: weights of another dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import quantize
+      >>> matrix = quantize(jnp.ones((256, 384)), "fp8_block")
+      >>> matrix.values.dtype.name, matrix.scale.shape
+      ('float8_e4m3fn', (2, 3))
     """
     scheme = QuantScheme.named(scheme)
     check_array("weights", weights)
@@ -186,7 +193,14 @@ def _quantize(
 
 
 def dequantize(weights: QTensor, dtype: Any = jnp.float32) -> jax.Array:
-    """Give (..., N, K): each code times its scale, in float32, then rounded to ``dtype``."""
+    """Give (..., N, K): each code times its scale, in float32, then rounded to ``dtype``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import dequantize, quantize
+      >>> dequantize(quantize(jnp.array([[1.0, -2.0, 4.0]]), "fp8_channel"))
+      Array([[ 1., -2.,  4.]], dtype=float32)
+    """
     scale = _repeat(_of_rows(weights), weights.block_shape[1], weights.shape[-1])
     return (weights.values.astype(jnp.float32) * scale).astype(dtype)
 

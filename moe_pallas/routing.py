@@ -27,6 +27,12 @@ class Routing(NamedTuple):
     Attributes:
       topk_ids: (..., top_k) int32. Expert ids; outside [0, E) = dropped (-1 by convention).
       topk_weights: (..., top_k) float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import Routing
+      >>> Routing(topk_ids=jnp.array([[3, 0]]), topk_weights=jnp.array([[0.75, 0.25]])).topk_ids.shape
+      (1, 2)
     """
 
     topk_ids: jax.Array
@@ -151,6 +157,14 @@ def load_balance_loss(
     Returns:
       () float32; 0 if there is no real token.
 
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import MoESpec, load_balance_loss, route
+      >>> spec = MoESpec(num_experts=4, top_k=1, hidden_size=8, intermediate_size=16)
+      >>> logits = 100 * jnp.eye(4)  # a token for each expert
+      >>> float(load_balance_loss(logits, route(logits, spec), spec))
+      1.0
+
     References:
       Fedus et al., "Switch Transformers", 2021, eq. 4 (there with top_k = 1).
     """
@@ -182,6 +196,12 @@ def router_z_loss(
 
     Returns:
       () float32; 0 if there is no real token.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from moe_pallas import router_z_loss
+      >>> round(float(router_z_loss(jnp.zeros((3, 8)))), 2)  # log(8)²
+      4.32
 
     References:
       Zoph et al., "ST-MoE", 2022, eq. 5.

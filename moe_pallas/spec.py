@@ -39,6 +39,11 @@ class Activation(_Choice):
       RELU2: ``max(z, 0) ** 2``.
       SILU: ``z * sigmoid(z)``.
       GELU: exact. GELU_TANH: the tanh approximation.
+
+    Example:
+      >>> from moe_pallas import Activation
+      >>> Activation("geglu"), Activation.GEGLU.gated, Activation.RELU2.gated
+      (Activation.GEGLU, True, False)
     """
 
     SWIGLU = "swiglu"
@@ -59,6 +64,12 @@ class GateUp(_Choice):
     """Order of the 2F rows of ``w13``, ``b13`` and ``shared_w13``.
 
     STACKED: F gate rows, then F up rows. INTERLEAVED: gate 0, up 0, gate 1, up 1, …
+
+    Example:
+      >>> from moe_pallas import GateUp, MoESpec
+      >>> sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96)
+      >>> MoESpec(**sizes, gate_up="interleaved").gate_up is GateUp.INTERLEAVED
+      True
     """
 
     STACKED = "stacked"
@@ -70,6 +81,12 @@ class Scoring(_Choice):
 
     SOFTMAX: over all experts, before the choice. SOFTMAX_AFTER_TOPK: over the chosen logits only.
     SIGMOID: each logit by itself.
+
+    Example:
+      >>> from moe_pallas import MoESpec, Scoring
+      >>> sizes = dict(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96)
+      >>> MoESpec(**sizes, scoring="sigmoid").scoring is Scoring.SIGMOID
+      True
     """
 
     SOFTMAX = "softmax"
@@ -370,6 +387,12 @@ class Problem:
       quant: How the expert weights are quantised: "none", "fp8_tensor", "fp8_channel" or "fp8_block".
       activation_scales: How activations are quantised, see `ActivationScales`; if None as the scheme of that
         name has it (`QuantScheme.named`). None if nothing is quantised.
+
+    Example:
+      >>> from moe_pallas import MoESpec, Problem
+      >>> spec = MoESpec(num_experts=8, top_k=2, hidden_size=64, intermediate_size=96)
+      >>> Problem(spec=spec, num_tokens=16, dtype="bfloat16", quant="fp8_block").weight_dtype
+      'float8_e4m3fn'
     """
 
     spec: MoESpec

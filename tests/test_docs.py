@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,16 @@ def test_docstring_examples_run(name: str) -> None:
     assert failures == 0
 
 
+def test_public_names_are_few() -> None:
+    """What only tests, benchmarks or type annotations need is in a submodule."""
+    assert moe_pallas.__all__ == sorted(set(moe_pallas.__all__))
+    assert len(moe_pallas.__all__) <= 25, "leave it in its submodule, or move another name there"
+    shown = {name for name in vars(moe_pallas) if not name.startswith("_")}
+    modules = {name for name in shown if isinstance(getattr(moe_pallas, name), types.ModuleType)}
+    assert shown - modules == set(moe_pallas.__all__)
+
+
 @pytest.mark.parametrize("name", moe_pallas.__all__)
-def test_public_names_are_documented(name: str) -> None:
-    assert getattr(moe_pallas, name).__doc__
+def test_public_names_have_an_example_or_say_why_not(name: str) -> None:
+    documentation = inspect.getdoc(getattr(moe_pallas, name)) or ""
+    assert re.search(r"^Example:\n\s+>>> |^No example: \w+", documentation, re.MULTILINE)

@@ -30,12 +30,12 @@ from moe_pallas import (
     MoE,
     MoESpec,
     Routing,
-    WeightOn,
     fused_experts,
     fused_moe,
     reference,
 )
 from moe_pallas.oracle import PORTABLE_BACKENDS
+from moe_pallas.spec import WeightOn
 from moe_pallas.testing import random_logits, random_params, random_tokens
 
 backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)

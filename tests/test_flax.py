@@ -184,7 +184,7 @@ def test_gradients() -> None:
     spec = FULL
     params, x = random_params(spec), tokens(spec)
 
-    def loss_of(y: jax.Array, aux: moe_pallas.MoEAux) -> jax.Array:
+    def loss_of(y: jax.Array, aux: moe_pallas.layers.MoEAux) -> jax.Array:
         return jnp.sum(jnp.sin(y)) + 0.1 * aux.load_balance_loss + 0.01 * aux.router_z_loss
 
     def moe_loss(params: dict[str, jax.Array]) -> jax.Array:
