@@ -104,14 +104,14 @@ INTERPRETED: dict[str, tuple[MoESpec, Routing, GroupedGemmConfig, int]] = {
         2,
     ),
     "many choices, geglu": (
-        make_spec(num_experts=20, top_k=17, activation="geglu"),
-        make_routing(make_spec(num_experts=20, top_k=17), 2),
+        make_spec(num_experts=10, top_k=9, activation="geglu"),
+        make_routing(make_spec(num_experts=10, top_k=9), 2),
         CONFIG,
         2,
     ),
     "narrow tiles": (
         make_spec(expert_bias=True, hidden_size=256, intermediate_size=192),
-        make_routing(make_spec(), 50),
+        make_routing(make_spec(), 12),
         GroupedGemmConfig(up_block_n=128, down_block_n=128),
         3,
     ),

@@ -52,16 +52,16 @@ INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor, static, interleaved": ("tensor-static", {"gate_up": "interleaved", "expert_bias": True}),
     "channel, token": ("channel", {"expert_bias": True}),
     "block, interleaved": ("block", {"gate_up": "interleaved", "hidden_size": 512}),
-    "block, relu2": ("block", {"activation": "relu2", "num_experts": 2}),
+    "block, relu2": ("block", {"activation": "relu2", "intermediate_size": 256}),
 }
 
 
 @pytest.mark.parametrize(("name", "options"), INTERPRETED.values(), ids=INTERPRETED)
 def test_swap_ab_interpreted(name: str, options: dict[str, Any]) -> None:
-    sizes = {"num_experts": 3, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
+    sizes = {"num_experts": 2, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
     spec = MoESpec(**(sizes | options))
-    x, params = inputs(spec, 9, SCHEMES[name])
-    routing = make_routing(spec, 9, low=-1)
+    x, params = inputs(spec, 6, SCHEMES[name])
+    routing = make_routing(spec, 6, low=-1)
     arrays = [params.get(key) for key in ("w13", "w2", "b13", "b2")]
 
     def run() -> jax.Array:
@@ -78,16 +78,26 @@ def test_swap_ab_interpreted(name: str, options: dict[str, Any]) -> None:
 
 
 GROUPED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "tensor, static, interleaved": ("tensor-static", 140, {"gate_up": "interleaved", "expert_bias": True}),
+    "tensor, static, interleaved, three steps": (
+        "tensor-static",
+        70,
+        {
+            "gate_up": "interleaved",
+            "hidden_size": 256,
+            "intermediate_size": 384,
+            "num_experts": 1,
+            "top_k": 1,
+        },
+    ),
     "channel, token": ("channel", 9, {"gate_up": "interleaved", "expert_bias": True}),
-    "block": ("block", 40, {"num_experts": 2}),
-    "block, relu2": ("block", 9, {"activation": "relu2", "num_experts": 2}),
+    "block, two steps": ("block", 9, {"hidden_size": 256}),
+    "block, relu2": ("block", 9, {"activation": "relu2", "intermediate_size": 256}),
 }
 
 
 @pytest.mark.parametrize(("name", "num_tokens", "options"), GROUPED.values(), ids=GROUPED)
 def test_grouped_gemm_interpreted(name: str, num_tokens: int, options: dict[str, Any]) -> None:
-    sizes = {"num_experts": 3, "top_k": 2, "hidden_size": 256, "intermediate_size": 256}
+    sizes = {"num_experts": 2, "top_k": 2, "hidden_size": 128, "intermediate_size": 128}
     spec = MoESpec(**(sizes | options))
     x, params = inputs(spec, num_tokens, SCHEMES[name])
     routing = make_routing(spec, num_tokens, low=-1)

@@ -280,8 +280,8 @@ def load_column(
     0 from i = num_rows on.
     """
     if interpret:
-        values = [ref[row, column + stride * i].astype(jnp.float32) for i in range(num_rows)]
-        return jnp.broadcast_to(jnp.pad(jnp.stack(values), (0, 64 - num_rows))[:, None], (64, width))
+        values = ref[row, pl.ds(column, stride * (num_rows - 1) + 1)][::stride].astype(jnp.float32)
+        return jnp.broadcast_to(jnp.pad(values, (0, 64 - num_rows))[:, None], (64, width))
     row_length, itemsize = ref.shape[1], jnp.dtype(ref.dtype).itemsize
     dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[jnp.dtype(ref.dtype).name]
     convert = {
