@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,187 +51,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _gather, _mgpu, _quantise
+from moe_pallas.kernels._block_launch import (
+    BLOCK_M,
+    HALF,
+    NUMBERS,
+    RUN,
+    Item,
+    Launch,
+    Operands,
+    Scratch,
+    tile_width,
+)
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 _PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
-_RUN = 64  # rows and columns of a result that are stored together
-_BLOCK_M = GroupedGemmConfig.BLOCK_M
-_HALF = 128  # weight rows of a tile that are multiplied together in FP8
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
-_NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
 
 
-class Operands(NamedTuple):
-    """What a launch reads."""
-
-    rows: Any  # (T, K), to be gathered, or (rows of the plan, K)
-    weights: Any  # (E, N, K) or (E, K, N), or with gate and up apart (E, 2, N, K) or (E, N, 2, K)
-    bias: Any  # (E, N) or (E, 2, N); or None
-    num_blocks: Any
-    block_expert: Any
-    block_row: Any
-    block_size: Any
-    block_first: Any = None  # where a block's tokens start in token_of; given if rows are gathered
-    token_of: Any = None
-    weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
-    row_scale: Any = None  # FP8: (T, n) or (rows of the plan, n), n a scale a step or one; or (E, 1)
-    weight_scale: Any = (
-        None  # FP8: TENSOR (E, 1 or 2), CHANNEL like a bias, BLOCK (E * blocks of rows, steps)
-    )
-    out_scale: Any = None  # (E, 1): STATIC scales that the result is quantised by
-    flags: Any = None  # of which only the counters are used; None if interpreted
-    grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
-
-
-class _Scratch(NamedTuple):
-    """Shared memory."""
-
-    rows: Any
-    weights: Any
-    results: Any
-    words: Any  # numbers of items, then the launch's: each array takes a kilobyte
-    landed: Any
-    scales: Any  # FP8: (stages, 128 + halves), of a stage's rows and weights
-    full: Any
-    empty: Any
-    drawn: Any
-
-
-class _Item(NamedTuple):
-    """A block of rows times a tile of weight rows."""
-
-    block: jax.Array
-    tile: jax.Array
-    expert: jax.Array
-    row: jax.Array
-    size: jax.Array
-
-
-class _Launch:
-    """What the roles of a CTA share: statics, references, and which items are this CTA's."""
-
-    def __init__(
-        self,
-        operands: Operands,
-        out: Any,
-        out_scale: Any,
-        scratch: _Scratch,
-        *,
-        gate_up: GateUp | None,
-        activate: Callable[..., jax.Array] | None,
-        scheme: QuantScheme | None,
-        contract_last: bool,
-        config: GroupedGemmConfig,
-        block_n: int,
-        num_ctas: int,
-        interpret: bool,
-    ):
-        self.operands, self.out, self.out_scale, self.scratch = operands, out, out_scale, scratch
-        self.gate_up, self.activate, self.scheme, self.config = gate_up, activate, scheme, config
-        self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
-        self.gathers = operands.block_first is not None
-        self.is_compact = operands.grouped_rows is not None  # no rows between blocks
-        self.makes_codes = out.dtype == jnp.float8_e4m3fn
-        self.columns = out.shape[1]
-        self.width = _width(self.columns, gate_up, block_n)
-        self.tiles = -(-self.columns // self.width)
-        self.block_k = scratch.rows.shape[2]
-        self.steps = operands.rows.shape[1] // self.block_k
-        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, _NUMBERS), (_NUMBERS, 2)))
-        self.cta = lax.axis_index("cta")
-        self.blocks = operands.num_blocks[0]
-        self.items = self.blocks * self.tiles
-
-    def walk(
-        self, body: Callable[[_Item, jax.Array], None], next_number: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        """``body(item, its first step)`` for each item of this CTA; return the number of all its steps.
-
-        ``next_number(slot)`` gives an item's number, with its place in the ring of numbers.
-        """
-
-        def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            turns, number = state
-            body(self.item(number), turns * self.steps)
-            return turns + 1, next_number(lax.rem(turns + 1, jnp.int32(_NUMBERS)))
-
-        turns, _ = lax.while_loop(lambda state: state[1] < self.items, turn, (jnp.int32(0), self.cta))
-        return turns * self.steps
-
-    def item(self, number: jax.Array) -> _Item:
-        """What an item's number stands for."""
-        block, tile = plgpu.planar_snake(number, (self.blocks, self.tiles), 0, self.config.band)
-        operands = self.operands
-        row = operands.block_row[block]
-        row = row if self.is_compact else pl.multiple_of(row, 8)
-        return _Item(block, tile, operands.block_expert[block], row, operands.block_size[block])
-
-    def first_column(self, tile: jax.Array) -> jax.Array:
-        """First column of the result that a tile makes; the last tile ends with the matrix."""
-        return pl.multiple_of(jnp.minimum(tile * self.width, self.columns - self.width), _RUN)
-
-    def weight_tiles(self, item: _Item, contracted: Any) -> list[tuple[Any, ...]]:
-        """Where the weights of an item stand: gate and up, or the only branch."""
-        rows = pl.ds(self.first_column(item.tile), self.width)
-        if self.gate_up is None:
-            at = (rows, contracted) if self.contract_last else (contracted, rows)
-            return [(item.expert, *at)]
-        halves = [(half, rows) if self.gate_up is GateUp.STACKED else (rows, half) for half in range(2)]
-        return [(item.expert, *half, contracted) for half in halves]
-
-    def halves(self, item: _Item) -> list[tuple[int, jax.Array]]:
-        """The runs of 128 weight rows of a tile: which branch, and the first row in it."""
-        row = self.first_column(item.tile)
-        if self.gate_up is not None:
-            return [(0, row), (1, row)]
-        return [(0, row + first) for first in range(0, self.width, _HALF)]
-
-    def row_scales(self, item: _Item) -> _gather.Scales:
-        """Where the scales of a block's rows stand."""
-        assert self.scheme is not None
-        scales = self.operands.row_scale
-        if self.scheme.hidden is ActivationScales.STATIC and not self.gathers:
-            return _gather.Scales(scales, 0, item.expert)
-        return _gather.Scales(scales, scales.shape[1], by_step=scales.shape[1] > 1)
-
-    def block_scales(self, item: _Item) -> tuple[Any, list[jax.Array]] | None:
-        """Scales of blocks of weights, and where those of step 0 stand for each half."""
-        if self.scheme is None or self.scheme.weights is not WeightScales.BLOCK:
-            return None
-        scales, branches = self.operands.weight_scale, 1 if self.gate_up is None else 2
-        per_branch = -(-self.columns // QuantScheme.BLOCK)
-        starts = []
-        for branch, row in self.halves(item):
-            at = lax.div(row, jnp.int32(QuantScheme.BLOCK))
-            is_interleaved = self.gate_up is GateUp.INTERLEAVED
-            at = branches * at + branch if is_interleaved else branch * per_branch + at
-            starts.append((item.expert * (branches * per_branch) + at) * scales.shape[1])
-        return scales, starts
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.config.num_stages))
-
-
-def _width(columns: int, gate_up: GateUp | None, block_n: int) -> int:
-    """Columns of the result that a tile makes."""
-    return min(block_n // (1 if gate_up is None else 2), columns)
-
-
-def _produce(launch: _Launch) -> jax.Array:
+def _produce(launch: Launch) -> jax.Array:
     """Load what the consumers need; returns the number of steps."""
     operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
     gathers, width = launch.gathers, launch.width
 
-    def load_weights(item: _Item, columns: Any, stage: jax.Array) -> None:
+    def load_weights(item: Item, columns: Any, stage: jax.Array) -> None:
         for i, source in enumerate(launch.weight_tiles(item, columns)):
             tile = scratch.weights.at[stage]
             target = tile.at[pl.ds(i * width, width)] if launch.contract_last else tile
             plgpu.copy_gmem_to_smem(operands.weights.at[source], target, scratch.full.at[stage])
 
-    def load_scales(item: _Item, k: jax.Array, stage: jax.Array) -> None:
+    def load_scales(item: Item, k: jax.Array, stage: jax.Array) -> None:
         first = operands.block_first[item.block] if gathers else item.row
         tokens = operands.token_of if gathers else None
         at = (first, item.size, k, stage, launch.block_scales(item))
@@ -239,7 +89,7 @@ def _produce(launch: _Launch) -> jax.Array:
             launch.row_scales(item), tokens, scratch.scales, *at, interpret=launch.interpret
         )
 
-    def produce(item: _Item, first_step: jax.Array) -> None:
+    def produce(item: Item, first_step: jax.Array) -> None:
         if gathers:
             copy_rows = _gather.gather_tile(
                 operands.rows,
@@ -280,8 +130,8 @@ def _produce(launch: _Launch) -> jax.Array:
                     scratch.full.at[stage],
                 )
 
-            pl.when(item.size <= _RUN)(functools.partial(copy_block, _RUN))
-            pl.when(item.size > _RUN)(functools.partial(copy_block, _BLOCK_M))
+            pl.when(item.size <= RUN)(functools.partial(copy_block, RUN))
+            pl.when(item.size > RUN)(functools.partial(copy_block, BLOCK_M))
 
         lax.fori_loop(0, launch.steps, copy, None)
 
@@ -305,7 +155,7 @@ def _produce(launch: _Launch) -> jax.Array:
     return total
 
 
-def _add_products(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> tuple[jax.Array, ...]:
+def _add_products(launch: Launch, consumer: jax.Array, first_step: jax.Array) -> tuple[jax.Array, ...]:
     """In FP8, a consumer's rows of a block times the weights of a tile: (64, 128) float32 a half.
 
     Products come with the scales of their rows, and of blocks. The accumulators of FP8 products keep some 14
@@ -314,8 +164,8 @@ def _add_products(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -
     """
     scratch, scheme = launch.scratch, launch.scheme
     assert scheme is not None
-    mine = pl.ds(pl.multiple_of(consumer * _RUN, _RUN), _RUN)
-    halves = range(scratch.weights.shape[1] // _HALF)
+    mine = pl.ds(pl.multiple_of(consumer * RUN, RUN), RUN)
+    halves = range(scratch.weights.shape[1] // HALF)
     in_blocks = scheme.weights is WeightScales.BLOCK
     varies = (scheme.activations if launch.gathers else scheme.hidden) is ActivationScales.GROUP
     together = 1 if varies else 2  # steps
@@ -335,19 +185,19 @@ def _add_products(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -
 
             def product(accumulator: Any, half: int = half) -> jax.Array:
                 for stage in stages:
-                    weights = scratch.weights.at[stage, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
+                    weights = scratch.weights.at[stage, pl.ds(half * HALF, HALF)].transpose((1, 0))
                     plgpu.wgmma(accumulator, scratch.rows.at[stage, mine], weights)
                 plgpu.wgmma_wait(0)
                 return accumulator[...]
 
-            value = pl.run_scoped(product, plgpu.ACC((_RUN, _HALF), jnp.float32))
-            factor = scales * scratch.scales[stages[0], _BLOCK_M + half] if in_blocks else scales
+            value = pl.run_scoped(product, plgpu.ACC((RUN, HALF), jnp.float32))
+            factor = scales * scratch.scales[stages[0], BLOCK_M + half] if in_blocks else scales
             results.append(sums[half] + value * lax.broadcast_in_dim(factor, value.shape, (0,)))
         for stage in stages:
             plgpu.barrier_arrive(scratch.empty.at[stage])
         return tuple(results)
 
-    zero = plgpu.layout_cast(jnp.zeros((_RUN, _HALF), jnp.float32), plgpu.Layout.WGMMA)
+    zero = plgpu.layout_cast(jnp.zeros((RUN, HALF), jnp.float32), plgpu.Layout.WGMMA)
     sums = lax.fori_loop(
         0, launch.steps // together, lambda i, sums: add(i * together, sums, together), (zero,) * len(halves)
     )
@@ -355,10 +205,10 @@ def _add_products(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -
     return add(jnp.int32(launch.steps - rest), sums, rest) if rest else sums
 
 
-def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> jax.Array:
+def _multiply(launch: Launch, consumer: jax.Array, first_step: jax.Array) -> jax.Array:
     """A consumer's rows of a block times the weights of a tile: (64, weight rows) float32."""
     scratch = launch.scratch
-    mine = pl.ds(pl.multiple_of(consumer * _RUN, _RUN), _RUN)
+    mine = pl.ds(pl.multiple_of(consumer * RUN, RUN), RUN)
 
     def accumulate(accumulator: Any) -> jax.Array:
         def multiply(k: jax.Array, _: None) -> None:
@@ -382,14 +232,14 @@ def _multiply(launch: _Launch, consumer: jax.Array, first_step: jax.Array) -> ja
         return value
 
     branches = 1 if launch.gate_up is None else 2
-    return pl.run_scoped(accumulate, plgpu.ACC((_RUN, branches * launch.width), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((RUN, branches * launch.width), jnp.float32))
 
 
-def _consume(launch: _Launch, consumer: jax.Array) -> None:
+def _consume(launch: Launch, consumer: jax.Array) -> None:
     operands, scratch, gated = launch.operands, launch.scratch, launch.gate_up is not None
 
-    def consume(item: _Item, first_step: jax.Array) -> None:
-        rows_left = item.size - consumer * _RUN
+    def consume(item: Item, first_step: jax.Array) -> None:
+        rows_left = item.size - consumer * RUN
 
         @pl.when(rows_left > 0)
         def _multiply_and_store() -> None:
@@ -398,7 +248,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             else:
                 products = _add_products(launch, consumer, first_step)
             columns = products[0].shape[1]
-            runs = range(0, launch.width, _RUN)
+            runs = range(0, launch.width, RUN)
             together = 2 if launch.makes_codes else scratch.results.shape[1]
             for pair in (runs[j : j + together] for j in range(0, len(runs), together)):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was here before has left
@@ -406,7 +256,7 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
                 for first in pair:
                     branches = range(first, columns * len(products), launch.width)
                     values = [
-                        products[at // columns][:, at % columns : at % columns + _RUN] for at in branches
+                        products[at // columns][:, at % columns : at % columns + RUN] for at in branches
                     ]
                     results.append(finish(item, values, first))
                 if launch.makes_codes:
@@ -429,14 +279,14 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
                 plgpu.barrier_wait(scratch.full.at[stage])  # not before the other consumer's turn
                 plgpu.barrier_arrive(scratch.empty.at[stage])
 
-    def finish(item: _Item, branches: list[jax.Array], first: int) -> jax.Array:
+    def finish(item: Item, branches: list[jax.Array], first: int) -> jax.Array:
         """A result (64, 64), columns of the tile from ``first`` on: from gate and up, or the only branch."""
-        columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, _RUN), _RUN)
+        columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, RUN), RUN)
         if launch.scheme is not None and launch.scheme.weights is not WeightScales.BLOCK:
             branches = [value * weight_scale(item, i, columns) for i, value in enumerate(branches)]
         if operands.weight_of_row is not None:
             weights = plgpu.load(
-                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + consumer * _RUN, 8), _RUN)],
+                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + consumer * RUN, 8), RUN)],
                 layout=plgpu.Layout.WGMMA.reduce(1),
                 optimized=False,
             )
@@ -449,23 +299,23 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
             branches = [launch.activate(*branches) if gated else launch.activate(branches[0], None)]
         return branches[0]
 
-    def of_columns(ref: Any, item: _Item, branch: int, columns: Any) -> jax.Array:
+    def of_columns(ref: Any, item: Item, branch: int, columns: Any) -> jax.Array:
         """What (E, N) or (E, 2, N) has for 64 weight rows, beside a result (64, 64)."""
         values = plgpu.load(
             ref.at[(item.expert, branch, columns) if gated else (item.expert, columns)],
             layout=plgpu.Layout.WGMMA.reduce(0),
             optimized=False,
         )
-        return lax.broadcast_in_dim(values.astype(jnp.float32), (_RUN, _RUN), (1,))
+        return lax.broadcast_in_dim(values.astype(jnp.float32), (RUN, RUN), (1,))
 
-    def weight_scale(item: _Item, branch: int, columns: Any) -> jax.Array:
+    def weight_scale(item: Item, branch: int, columns: Any) -> jax.Array:
         if launch.scheme is not None and launch.scheme.weights is WeightScales.CHANNEL:
             return of_columns(operands.weight_scale, item, branch, columns)
         return operands.weight_scale[item.expert, branch]
 
-    def store_codes(item: _Item, results: list[jax.Array], first: int, rows_left: jax.Array) -> None:
+    def store_codes(item: Item, results: list[jax.Array], first: int, rows_left: jax.Array) -> None:
         """Quantise 128 columns of the result, and send them on their way."""
-        row, column = item.row + consumer * _RUN, launch.first_column(item.tile) + first
+        row, column = item.row + consumer * RUN, launch.first_column(item.tile) + first
         scales = operands.out_scale if launch.out_scale is None else launch.out_scale
         where = (row, column, rows_left, item.expert)
         assert launch.scheme is not None
@@ -481,13 +331,13 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
         plgpu.commit_smem()  # TMA sees it
         pl.when(column >= item.tile * launch.width)(functools.partial(store, item, 0, first, rows_left))
 
-    def store(item: _Item, tile: int, first: int, size: jax.Array) -> None:
+    def store(item: Item, tile: int, first: int, size: jax.Array) -> None:
         """Send a result on its way, as many rows of it as there are in the block."""
-        row, column = item.row + consumer * _RUN, launch.first_column(item.tile) + first
+        row, column = item.row + consumer * RUN, launch.first_column(item.tile) + first
         if launch.is_compact:
             store_rows(tile, row, column, size)
             return
-        columns = pl.ds(pl.multiple_of(column, _RUN), scratch.results.shape[-1])
+        columns = pl.ds(pl.multiple_of(column, RUN), scratch.results.shape[-1])
 
         def copy(start: Any, rows: int) -> None:
             plgpu.copy_smem_to_gmem(
@@ -495,11 +345,11 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
                 launch.out.at[pl.ds(pl.multiple_of(row + start, 8), rows), columns],
             )
 
-        @pl.when(size >= _RUN)
+        @pl.when(size >= RUN)
         def _all() -> None:
-            copy(0, _RUN)
+            copy(0, RUN)
 
-        @pl.when(size < _RUN)
+        @pl.when(size < RUN)
         def _some() -> None:
             # Eight at a time: the next block starts at the next multiple of 8.
             @pl.loop(0, lax.div(size + 7, jnp.int32(8)))
@@ -513,15 +363,15 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
     def clear(first: Any, end: Any) -> None:
         """Set rows to 0, 64 by 64 of them at a time."""
-        runs = jnp.int32(launch.columns // _RUN)
-        pieces = lax.div(end - first + _RUN - 1, jnp.int32(_RUN)) * runs
+        runs = jnp.int32(launch.columns // RUN)
+        pieces = lax.div(end - first + RUN - 1, jnp.int32(RUN)) * runs
         me, all_ = 2 * launch.cta + consumer, 2 * launch.num_ctas
 
         @pl.loop(0, lax.div(jnp.maximum(pieces - me + all_ - 1, 0), jnp.int32(all_)))
         def _(i: jax.Array) -> None:
             piece = me + i * all_
-            row = first + lax.div(piece, runs) * _RUN
-            store_rows(0, row, lax.rem(piece, runs) * _RUN, end - row)
+            row = first + lax.div(piece, runs) * RUN
+            store_rows(0, row, lax.rem(piece, runs) * RUN, end - row)
 
     def drawn(slot: jax.Array) -> jax.Array:
         plgpu.barrier_wait(scratch.drawn.at[slot])
@@ -529,14 +379,14 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
 
     launch.walk(consume, drawn)
     if launch.is_compact:
-        scratch.results.at[consumer, 0][...] = jnp.zeros((_RUN, _RUN), launch.out.dtype)
+        scratch.results.at[consumer, 0][...] = jnp.zeros((RUN, RUN), launch.out.dtype)
         clear(jnp.int32(0), operands.grouped_rows[0])
         clear(operands.grouped_rows[1], jnp.int32(launch.out.shape[0]))
     plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
 
 
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
-    launch = _Launch(*unflatten(refs), **statics)
+    launch = Launch(*unflatten(refs), **statics)
     if launch.scratch.landed is not None:
         _gather.init_landed(launch.scratch.landed)
     warpgroup = lax.axis_index("wg")
@@ -581,7 +431,7 @@ def multiply_blocks(
     Returns ``out`` and, if its dtype is FP8 and it is quantised in groups, the scales (rows, N / 128).
     """
     dtype, stages = operands.rows.dtype, config.num_stages
-    assert stages < _NUMBERS, stages
+    assert stages < NUMBERS, stages
     tile = _mgpu.operand_transforms(dtype)
     block_k = 128 // dtype.itemsize
     branches = 1 if gate_up is None else 2
@@ -589,21 +439,21 @@ def multiply_blocks(
     lands = interpret is None and (gathers or scheme is not None)  # something comes by cp.async
     # Of what comes by TMA, and, interpreted, of what else the producer does.
     arrivals = branches + (not gathers) + (interpret is not None and (gathers or scheme is not None))
-    weight_rows = branches * _width(out.shape[1], gate_up, block_n)
+    weight_rows = branches * tile_width(out.shape[1], gate_up, block_n)
     weights_tile = (weight_rows, block_k) if contract_last else (block_k, weight_rows)
     # Of FP8 there is room for one tile of results a consumer, because of the scales.
-    results = (2, 1, _RUN, 2 * _RUN) if makes_codes else (2, 2 if scheme is None else 1, _RUN, _RUN)
-    scales = (stages, _BLOCK_M + weight_rows // _HALF)
-    scratch = _Scratch(
-        rows=plgpu.SMEM((stages, _BLOCK_M, block_k), dtype, transforms=tile),
+    results = (2, 1, RUN, 2 * RUN) if makes_codes else (2, 2 if scheme is None else 1, RUN, RUN)
+    scales = (stages, BLOCK_M + weight_rows // HALF)
+    scratch = Scratch(
+        rows=plgpu.SMEM((stages, BLOCK_M, block_k), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM(results, out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
-        words=plgpu.SMEM((_NUMBERS + 2,), jnp.int32),
+        words=plgpu.SMEM((NUMBERS + 2,), jnp.int32),
         landed=plgpu.SMEM((stages, 2), jnp.int32) if lands else None,
         scales=plgpu.SMEM(scales, jnp.float32) if scheme is not None else None,
         full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        drawn=plgpu.Barrier(num_arrivals=1, num_barriers=_NUMBERS),
+        drawn=plgpu.Barrier(num_arrivals=1, num_barriers=NUMBERS),
     )
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(0))

@@ -1,0 +1,178 @@
+"""What the roles of a CTA of the grouped GEMM share: references, this CTA's items, addresses, the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_pallas.configs.schema import GroupedGemmConfig
+from moe_pallas.kernels import _gather
+from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
+
+BLOCK_M = GroupedGemmConfig.BLOCK_M
+RUN = 64  # rows and columns of a result that are stored together
+HALF = 128  # weight rows of a tile that are multiplied together in FP8
+NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
+
+
+class Operands(NamedTuple):
+    """What a launch reads."""
+
+    rows: Any  # (T, K), to be gathered, or (rows of the plan, K)
+    weights: Any  # (E, N, K) or (E, K, N), or with gate and up apart (E, 2, N, K) or (E, N, 2, K)
+    bias: Any  # (E, N) or (E, 2, N); or None
+    num_blocks: Any
+    block_expert: Any
+    block_row: Any
+    block_size: Any
+    block_first: Any = None  # where a block's tokens start in token_of; given if rows are gathered
+    token_of: Any = None
+    weight_of_row: Any = None  # (rows of the plan,) float32: factors of the product, before the bias
+    row_scale: Any = None  # FP8: (T, n) or (rows of the plan, n), n a scale a step or one; or (E, 1)
+    weight_scale: Any = (
+        None  # FP8: TENSOR (E, 1 or 2), CHANNEL like a bias, BLOCK (E * blocks of rows, steps)
+    )
+    out_scale: Any = None  # (E, 1): STATIC scales that the result is quantised by
+    flags: Any = None  # of which only the counters are used; None if interpreted
+    grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
+
+
+class Scratch(NamedTuple):
+    """Shared memory."""
+
+    rows: Any
+    weights: Any
+    results: Any
+    words: Any  # numbers of items, then the launch's: each array takes a kilobyte
+    landed: Any
+    scales: Any  # FP8: (stages, 128 + halves), of a stage's rows and weights
+    full: Any
+    empty: Any
+    drawn: Any
+
+
+class Item(NamedTuple):
+    """A block of rows times a tile of weight rows."""
+
+    block: jax.Array
+    tile: jax.Array
+    expert: jax.Array
+    row: jax.Array
+    size: jax.Array
+
+
+class Launch:
+    """What the roles of a CTA share: statics, references, and which items are this CTA's."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        out: Any,
+        out_scale: Any,
+        scratch: Scratch,
+        *,
+        gate_up: GateUp | None,
+        activate: Callable[..., jax.Array] | None,
+        scheme: QuantScheme | None,
+        contract_last: bool,
+        config: GroupedGemmConfig,
+        block_n: int,
+        num_ctas: int,
+        interpret: bool,
+    ):
+        self.operands, self.out, self.out_scale, self.scratch = operands, out, out_scale, scratch
+        self.gate_up, self.activate, self.scheme, self.config = gate_up, activate, scheme, config
+        self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
+        self.gathers = operands.block_first is not None
+        self.is_compact = operands.grouped_rows is not None  # no rows between blocks
+        self.makes_codes = out.dtype == jnp.float8_e4m3fn
+        self.columns = out.shape[1]
+        self.width = tile_width(self.columns, gate_up, block_n)
+        self.tiles = -(-self.columns // self.width)
+        self.block_k = scratch.rows.shape[2]
+        self.steps = operands.rows.shape[1] // self.block_k
+        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, NUMBERS), (NUMBERS, 2)))
+        self.cta = lax.axis_index("cta")
+        self.blocks = operands.num_blocks[0]
+        self.items = self.blocks * self.tiles
+
+    def walk(
+        self, body: Callable[[Item, jax.Array], None], next_number: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """``body(item, its first step)`` for each item of this CTA; return the number of all its steps.
+
+        ``next_number(slot)`` gives an item's number, with its place in the ring of numbers.
+        """
+
+        def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            turns, number = state
+            body(self.item(number), turns * self.steps)
+            return turns + 1, next_number(lax.rem(turns + 1, jnp.int32(NUMBERS)))
+
+        turns, _ = lax.while_loop(lambda state: state[1] < self.items, turn, (jnp.int32(0), self.cta))
+        return turns * self.steps
+
+    def item(self, number: jax.Array) -> Item:
+        """What an item's number stands for."""
+        block, tile = plgpu.planar_snake(number, (self.blocks, self.tiles), 0, self.config.band)
+        operands = self.operands
+        row = operands.block_row[block]
+        row = row if self.is_compact else pl.multiple_of(row, 8)
+        return Item(block, tile, operands.block_expert[block], row, operands.block_size[block])
+
+    def first_column(self, tile: jax.Array) -> jax.Array:
+        """First column of the result that a tile makes; the last tile ends with the matrix."""
+        return pl.multiple_of(jnp.minimum(tile * self.width, self.columns - self.width), RUN)
+
+    def weight_tiles(self, item: Item, contracted: Any) -> list[tuple[Any, ...]]:
+        """Where the weights of an item stand: gate and up, or the only branch."""
+        rows = pl.ds(self.first_column(item.tile), self.width)
+        if self.gate_up is None:
+            at = (rows, contracted) if self.contract_last else (contracted, rows)
+            return [(item.expert, *at)]
+        halves = [(half, rows) if self.gate_up is GateUp.STACKED else (rows, half) for half in range(2)]
+        return [(item.expert, *half, contracted) for half in halves]
+
+    def halves(self, item: Item) -> list[tuple[int, jax.Array]]:
+        """The runs of 128 weight rows of a tile: which branch, and the first row in it."""
+        row = self.first_column(item.tile)
+        if self.gate_up is not None:
+            return [(0, row), (1, row)]
+        return [(0, row + first) for first in range(0, self.width, HALF)]
+
+    def row_scales(self, item: Item) -> _gather.Scales:
+        """Where the scales of a block's rows stand."""
+        assert self.scheme is not None
+        scales = self.operands.row_scale
+        if self.scheme.hidden is ActivationScales.STATIC and not self.gathers:
+            return _gather.Scales(scales, 0, item.expert)
+        return _gather.Scales(scales, scales.shape[1], by_step=scales.shape[1] > 1)
+
+    def block_scales(self, item: Item) -> tuple[Any, list[jax.Array]] | None:
+        """Scales of blocks of weights, and where those of step 0 stand for each half."""
+        if self.scheme is None or self.scheme.weights is not WeightScales.BLOCK:
+            return None
+        scales, branches = self.operands.weight_scale, 1 if self.gate_up is None else 2
+        per_branch = -(-self.columns // QuantScheme.BLOCK)
+        starts = []
+        for branch, row in self.halves(item):
+            at = lax.div(row, jnp.int32(QuantScheme.BLOCK))
+            is_interleaved = self.gate_up is GateUp.INTERLEAVED
+            at = branches * at + branch if is_interleaved else branch * per_branch + at
+            starts.append((item.expert * (branches * per_branch) + at) * scales.shape[1])
+        return scales, starts
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Place in the ring."""
+        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+
+def tile_width(columns: int, gate_up: GateUp | None, block_n: int) -> int:
+    """Columns of the result that a tile makes."""
+    return min(block_n // (1 if gate_up is None else 2), columns)
