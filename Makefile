@@ -4,6 +4,7 @@
 #   make test    run the tests                       ARGS="-k router -x" is handed on to pytest
 #                (adds the compiler for NVIDIA GPUs, 260 MB of downloads, for the tests marked aot)
 #   make lint    ruff and mypy
+#   make package build wheel and sdist, and try both in environments that have nothing else
 #   make bench   measure (benchmarks.run)         ARGS="--help" lists the flags, ARGS=--tiny suits a CPU
 #   make tables  write README's performance table from benchmarks/results
 #   make clean   remove the environments and caches
@@ -38,7 +39,7 @@ STAMP := $(VENV)/.made
 AOT := $(VENV)/aot/.made
 TYPED := moe_pallas benchmarks $(patsubst %/,%,$(dir $(firstword $(wildcard examples/*.py))))
 
-.PHONY: help demo test lint bench tables clean
+.PHONY: help demo test lint package bench tables clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -53,6 +54,9 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy $(TYPED)
+
+package: $(STAMP)
+	@sh .ci/package.sh $(BIN)/python $(PIP_OPTIONS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run $(ARGS)

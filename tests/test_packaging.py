@@ -59,6 +59,20 @@ def test_package_says_that_it_is_typed() -> None:
     assert (ROOT / "moe_pallas/py.typed").is_file()
 
 
+def test_what_builds_the_packages_is_pinned() -> None:
+    assert {"build", "packaging", "pyproject-hooks"} <= PINS.keys()
+
+
+def test_packages_take_everything_in_the_package() -> None:
+    """`make package` looks into both; here is what would leave a file out, seen at once."""
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert hatch["targets"]["wheel"] == {"packages": ["moe_pallas"]}
+    assert "/moe_pallas" in hatch["targets"]["sdist"]["include"]
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()  # hatchling leaves these out
+    data = {path.suffix for path in (ROOT / "moe_pallas").rglob("*") if path.is_file()} - {".pyc"}
+    assert not {f"*{suffix}" for suffix in data} & set(ignored)
+
+
 def fake_program(folder: Path, name: str, script: str) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / name
