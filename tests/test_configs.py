@@ -104,6 +104,16 @@ def test_a_config_that_cannot_be_is_refused(
                 call()
 
 
+def test_flax_layers_take_a_config() -> None:
+    from flax import nnx
+
+    from moe_pallas import flax_linen, flax_nnx
+
+    assert flax_linen.MoE(SPEC, config=SWAP_AB).layer.config == SWAP_AB
+    small = dataclasses.replace(SPEC, hidden_size=8, intermediate_size=8)
+    assert flax_nnx.MoE(small, config=SWAP_AB, rngs=nnx.Rngs(0)).layer.config == SWAP_AB
+
+
 def test_a_config_needs_a_hopper_gpu() -> None:
     with pytest.raises(UnsupportedError, match="Hopper"):
         select_backend(make_problem(), config=SWAP_AB, device=DeviceInfo(platform="cpu"))
