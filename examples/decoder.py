@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -84,6 +85,17 @@ class DecoderConfig:
     moe: MoE
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"{name} is an int >= 1; got {value!r:.100}.")
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is a finite number > 0; got {value!r:.100}.")
+        if type(self.tie_embeddings) is not bool:
+            raise ValueError(f"tie_embeddings is True or False; got {self.tie_embeddings!r:.100}.")
+        if any(type(token) is not int for token in self.eos_token_ids):
+            raise ValueError(f"eos_token_ids are ints; got {self.eos_token_ids!r:.100}.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads divides num_heads, each serves as many query heads; got {self.num_kv_heads} "
@@ -106,24 +118,28 @@ class DecoderConfig:
 
         Raises:
           UnsupportedError: Another architecture, or a variation of one that isn't computed here.
-          ValueError: A field that the architecture needs is missing.
+          ValueError: A field that the architecture needs is missing, or of the wrong type or range.
         """
         check_supported(config)
         rope = config.get("rope_parameters") or {}
         eos = config.get("eos_token_id")
         try:
+            heads: Any = config["num_attention_heads"]
+            head_dim: Any = config.get("head_dim")
+            if head_dim is None and isinstance(heads, int) and heads > 0:
+                head_dim = moe.spec.hidden_size // heads
             return cls(
                 family=config["model_type"],
                 vocab_size=config["vocab_size"],
                 num_layers=config["num_hidden_layers"],
-                num_heads=config["num_attention_heads"],
-                num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-                head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+                num_heads=heads,
+                num_kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=head_dim,
                 max_positions=config["max_position_embeddings"],
-                rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+                rope_theta=rope.get("rope_theta") or config["rope_theta"],
                 rms_norm_eps=config["rms_norm_eps"],
                 tie_embeddings=config.get("tie_word_embeddings", False),
-                eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+                eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
                 moe=moe,
             )
         except KeyError as missing:
@@ -131,6 +147,10 @@ class DecoderConfig:
                 f"config.json of model_type {config['model_type']!r} needs the field {missing}; it has "
                 f"{', '.join(sorted(config))}."
             ) from None
+        except ValueError as error:
+            raise ValueError(
+                f"config.json of model_type {config['model_type']!r} makes no sense: {error}"
+            ) from error
 
     def to_huggingface(self) -> dict[str, Any]:
         """The contents of a ``config.json`` from which `from_huggingface` makes the same config."""
@@ -171,12 +191,14 @@ def check_supported(config: Mapping[str, Any]) -> None:
     """Raises UnsupportedError, with the field that is to blame, unless `forward` computes this model."""
     families = ", ".join(_FAMILIES)
     family = config.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise UnsupportedError(
-            "decoder", f"config.json has model_type {family!r}.", f"a checkpoint of {families}."
+            "decoder", f"config.json has model_type {family!r:.100}.", f"a checkpoint of {families}."
         )
     sliding = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"rope_parameters of config.json is an object; got {rope!r:.100}.")
     variations = {
         "sliding_window": sliding,
         "attention_bias": config.get("attention_bias"),
@@ -189,7 +211,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
         if value:
             raise UnsupportedError(
                 "decoder",
-                f"config.json of model_type {family!r} sets {name} = {value!r}.",
+                f"config.json of model_type {family!r} sets {name} = {value!r:.100}.",
                 "full attention without biases or clipping, plain rotary embeddings, an MoE in every block.",
             )
 
@@ -411,6 +433,22 @@ _LAYER_TENSORS = {
 _MODEL_TENSORS = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
+def _dense_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
+    kv_inner = config.num_kv_heads * config.head_dim
+    per_head = config.qk_norm is QKNorm.HEAD
+    return {
+        **dict.fromkeys(("attention_norm", "moe_norm", "norm"), (hidden,)),
+        **dict.fromkeys(("embed", "lm_head"), (config.vocab_size, hidden)),
+        "q": (inner, hidden),
+        "k": (kv_inner, hidden),
+        "v": (kv_inner, hidden),
+        "o": (hidden, inner),
+        "q_norm": (config.head_dim if per_head else inner,),
+        "k_norm": (config.head_dim if per_head else kv_inner,),
+    }
+
+
 def load_checkpoint(
     folder: str | pathlib.Path, *, dtype: Any = None, backend: str = "auto"
 ) -> tuple[DecoderConfig, Params]:
@@ -424,19 +462,24 @@ def load_checkpoint(
 
     Raises:
       FileNotFoundError: No such folder, or a file that has to be in it is missing.
+      ValueError: A broken file, a config that makes no sense, a tensor of another shape than it says.
       UnsupportedError: See `check_supported`.
     """
     checkpoint = SafetensorsFolder(folder)
     check_supported(checkpoint.config)
     spec, _ = from_huggingface(folder, 0)
     config = DecoderConfig.from_huggingface(
-        checkpoint.config | _generation_config(checkpoint.folder), MoE(spec, backend=backend)
+        checkpoint.config | _generation_config(checkpoint), MoE(spec, backend=backend)
     )
 
     def cast(x: Any) -> Any:
         return x if isinstance(x, QTensor) else jnp.asarray(x, dtype)
 
-    def read(name: str) -> jax.Array:
+    shapes = _dense_shapes(config)
+
+    def read(ours: str, name: str) -> jax.Array:
+        if (shape := checkpoint.shape(name)) != shapes[ours]:
+            raise ValueError(f"{name} in {checkpoint.folder} is {shape}, need {shapes[ours]} by config.json.")
         weight = read_dequantised(checkpoint, name)
         # Dequantised ones are float32: the norms next to them say what the model is to compute in.
         own = (
@@ -451,13 +494,13 @@ def load_checkpoint(
         params: Params = {"moe": {name: cast(param) for name, param in moe.items()}}
         for ours, theirs in _LAYER_TENSORS.items():
             if config.qk_norm is not QKNorm.NONE or ours not in ("q_norm", "k_norm"):
-                params[ours] = read(f"model.layers.{i}.{theirs}.weight")
+                params[ours] = read(ours, f"model.layers.{i}.{theirs}.weight")
         return params
 
     params: Params = {"layers": [layer(i) for i in range(config.num_layers)]}
     for ours, theirs in _MODEL_TENSORS.items():
         if ours != "lm_head" or not config.tie_embeddings:
-            params[ours] = read(f"{theirs}.weight")
+            params[ours] = read(ours, f"{theirs}.weight")
     return config, params
 
 
@@ -503,10 +546,10 @@ def quant_of(params: Params) -> str:
     return w13.scheme.name if isinstance(w13, QTensor) else "none"
 
 
-def _generation_config(folder: pathlib.Path) -> dict[str, Any]:
+def _generation_config(checkpoint: SafetensorsFolder) -> dict[str, Any]:
     """End-of-sequence ids of ``generation_config.json``, where there is one: they go before config.json's."""
-    path = folder / "generation_config.json"
-    fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    file = "generation_config.json"
+    fields = checkpoint.json(file) if (checkpoint.folder / file).is_file() else {}
     return {name: fields[name] for name in ("eos_token_id",) if fields.get(name) is not None}
 
 

@@ -218,6 +218,50 @@ def test_missing_config_field_is_named(tmp_path):
         decoder.load_checkpoint(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": "256"}, "vocab_size is an int >= 1; got '256'"),
+        ({"vocab_size": 0}, "vocab_size is an int >= 1; got 0"),
+        ({"num_attention_heads": 0}, "num_heads is an int >= 1; got 0"),
+        ({"num_attention_heads": [4]}, "num_heads is an int"),
+        ({"num_key_value_heads": True}, "num_kv_heads is an int"),
+        ({"head_dim": float("nan")}, "head_dim is an int"),
+        ({"max_position_embeddings": -1}, "max_positions is an int"),
+        ({"rope_theta": "big", "rope_parameters": None}, "rope_theta is a finite number > 0; got 'big'"),
+        ({"rope_theta": float("nan"), "rope_parameters": None}, "rope_theta is a finite number > 0; got nan"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is a finite number > 0; got inf"),
+        ({"tie_word_embeddings": "no"}, "tie_embeddings is True or False; got 'no'"),
+        ({"eos_token_id": 1.5}, "eos_token_id"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_ids are ints"),
+        ({"vocab_size": 2**40}, r"embed_tokens.weight .* is \(256, 64\), need \(1099511627776, 64\)"),
+        ({"num_attention_heads": 2**40, "head_dim": 16}, r"self_attn.q_proj.weight .*need"),
+    ],
+)
+def test_a_checkpoint_that_makes_no_sense_is_refused(changes, message, tmp_path):
+    folder = copy_with(tmp_path, "mixtral", **changes)
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match=message):
+        decoder.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("model_type", [["mixtral"], {}, "x" * 10**6])
+def test_a_model_type_that_is_none_is_refused(model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    shutil.copy(GOLDENS / "mixtral/model.safetensors", tmp_path)
+    with pytest.raises(decoder.UnsupportedError, match="has model_type") as caught:
+        decoder.load_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_generation_config_is_read_with_the_same_care(tmp_path):
+    folder = copy_with(tmp_path, "mixtral")
+    (folder / "generation_config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"generation_config.json is no readable JSON"):
+        decoder.load_checkpoint(folder)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_checkpoint_is_read_back(tmp_path, family, tied):

@@ -23,7 +23,7 @@ from moe_pallas.untrusted import clipped, is_name, parse_json, shortened
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # The largest file that is read of a kind; real ones have up to 3 and 15 MB.
-_MAX_BYTES = {"config.json": 16 << 20, _INDEX: MAX_HEADER_BYTES}
+_MAX_CONFIG_BYTES, _MAX_INDEX_BYTES = 16 << 20, MAX_HEADER_BYTES
 _CONTENT = f"config.json with {_SINGLE}, or with {_INDEX} and the shards it names"
 # NumPy's own dtypes, and bfloat16: it knows that name since jax, and so ml_dtypes, was imported.
 _READABLE = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "F64")
@@ -118,7 +118,7 @@ class SafetensorsFolder:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """The contents of ``config.json``."""
-        return self._json("config.json")
+        return self.json("config.json")
 
     def _read_listing(self) -> tuple[str, dict[str, str]]:
         """Give the file that lists the tensors, and tensor name → file that holds it."""
@@ -131,7 +131,7 @@ class SafetensorsFolder:
                 f"{self.folder} holds neither {_SINGLE} nor {_INDEX}, but {shortened(held) or 'nothing'}. "
                 f"Need {_CONTENT}; other formats (pytorch_model.bin) are not read."
             )
-        files = self._json(_INDEX).get("weight_map")
+        files = self.json(_INDEX).get("weight_map")
         if not isinstance(files, dict):
             raise ValueError(f"{self.folder / _INDEX} has no 'weight_map' from tensor names to file names.")
         hostile = sorted({clipped(ascii(file)) for file in files.values() if not _is_plain(file)})
@@ -193,9 +193,15 @@ class SafetensorsFolder:
             )
         return path
 
-    def _json(self, file: str) -> dict[str, Any]:
+    def json(self, file: str) -> dict[str, Any]:
+        """Read a JSON file of the folder that holds an object.
+
+        Raises:
+          FileNotFoundError: It isn't there.
+          ValueError: It is a link out of the folder, too large, no JSON, nested deep, or says a thing twice.
+        """
         path = self._path(file)
-        size, limit = path.stat().st_size, _MAX_BYTES[file]
+        size, limit = path.stat().st_size, _MAX_INDEX_BYTES if file == _INDEX else _MAX_CONFIG_BYTES
         if size > limit:
             raise ValueError(
                 f"{path} has {size} bytes, more than the {limit} that are read of such a file. Don't trust "
