@@ -86,11 +86,12 @@ def search(job: Job, timer: Timer, configs: Sequence[Config], date: str) -> Entr
 
 
 class Outcome(NamedTuple):
-    """What a search did: how many jobs were there already, and which could not be done."""
+    """What a search did: jobs done, found in the table, failed; and whether Ctrl-C ended it."""
 
-    found: int
-    skipped: int
-    failed: list[str]
+    found: int = 0
+    skipped: int = 0
+    failed: tuple[str, ...] = ()
+    is_stopped: bool = False
 
 
 def tune(
@@ -118,12 +119,12 @@ def tune(
       progress: Called with what is being done, and how many more jobs are done.
       is_late: Whether to begin no further job.
     """
-    found, skipped, failed = 0, 0, []
+    outcome = Outcome()
     for job in jobs:
         if is_late():
             break
         if not again and job.key in read_table(directory, device):
-            skipped += 1
+            outcome = outcome._replace(skipped=outcome.skipped + 1)
             progress(f"{job}: in the table", 1)
             continue
         configs = candidates(job, count, near=near)
@@ -131,15 +132,17 @@ def tune(
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
             entry = search(job, timer, configs, now)
+            merge(directory, device, [entry], now)
+        except KeyboardInterrupt:
+            return outcome._replace(is_stopped=True)
         except Exception:  # a model that does not fit, say; the others are still wanted
             traceback.print_exc()
-            failed.append(str(job))
+            outcome = outcome._replace(failed=(*outcome.failed, str(job)))
             progress(f"{job}: failed", 1)
             continue
-        merge(directory, device, [entry], now)
-        found += 1
+        outcome = outcome._replace(found=outcome.found + 1)
         progress(f"{job}: {entry.time_us:.1f} us, the model's {entry.model_us:.1f}", 1)
-    return Outcome(found, skipped, failed)
+    return outcome
 
 
 def read_table(directory: Path, device: str) -> dict[Key, Entry]:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--tables or {VARIABLE} says where the tables are")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     folder, device = Path(directory).expanduser(), jax.devices()[0].device_kind
-    outcome, red, stopped = search.Outcome(0, 0, []), [], False
+    outcome, red = search.Outcome(), []
     if not _REPORT_ONLY.value:
         jobs = _jobs()
         progress = Progress(len(jobs))
@@ -77,32 +77,29 @@ def main(argv: Sequence[str]) -> None:
             detail_tokens=(),
         )
         deadline = time.monotonic() + _TIME_BUDGET.value if _TIME_BUDGET.value else float("inf")
-        try:
-            progress("roofs")
-            roofs = roofline.measure_roofs(["bfloat16"], tiny=_TINY.value)
-            timer = search.Harness(roofs, options, portable=_TINY.value, progress=progress)
-            red = timer.red
-            outcome = search.tune(
-                jobs,
-                timer,
-                folder,
-                device,
-                count=_COUNT.value,
-                near=_NEAR.value,
-                again=_AGAIN.value,
-                progress=lambda text, finished: progress(text, finished=finished),
-                is_late=lambda: time.monotonic() > deadline,
-            )
-        except KeyboardInterrupt:
-            stopped = True
-        progress("stopped; the table has what was found" if stopped else "done", last=True)
+        progress("roofs")
+        roofs = roofline.measure_roofs(["bfloat16"], tiny=_TINY.value)
+        timer = search.Harness(roofs, options, portable=_TINY.value, progress=progress)
+        red = timer.red
+        outcome = search.tune(
+            jobs,
+            timer,
+            folder,
+            device,
+            count=_COUNT.value,
+            near=_NEAR.value,
+            again=_AGAIN.value,
+            progress=lambda text, finished: progress(text, finished=finished),
+            is_late=lambda: time.monotonic() > deadline,
+        )
+        progress("stopped" if outcome.is_stopped else "done", last=True)
     for line in search.report(search.read_table(folder, device)):
         print(line)
     print(f"{outcome.found} found, {outcome.skipped} were in the table.", file=sys.stderr)
     for what, some in (("RED: wrong results", red), ("failed, see above", outcome.failed)):
         if some:
             print(f"{what}: {'; '.join(some)}", file=sys.stderr)
-    if stopped:
+    if outcome.is_stopped:
         sys.exit(130)
     if red or outcome.failed:
         sys.exit(1)

@@ -40,11 +40,7 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     Returns:
       The configuration that the model predicts to be fastest; not necessarily a legal one, if none is.
     """
-    most = 64 if problem.quant == "none" else SwapABConfig.MAX_FP8_BLOCK_M
-    block_m = 8
-    while block_m < min(most, problem.num_tokens):
-        block_m *= 2
-    spec = problem.spec
+    spec, block_m = problem.spec, _widest_block(problem)
     slots = problem.num_tokens * spec.top_k
     blocks = round(max(active_experts(problem.num_tokens, spec), slots / block_m))
     # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
@@ -90,9 +86,11 @@ def search_space(backend: str, problem: Problem) -> Iterator[SwapABConfig | Grou
     """All that a tuner may try of a kernel, but for what `neighbours` adds: legal configurations."""
     configs: Iterable[SwapABConfig | GroupedGemmConfig]
     if backend == "swap_ab":
-        candidates = itertools.chain.from_iterable(_candidates(problem, block_m) for block_m in _BLOCKS_M)
         configs = (
-            dataclasses.replace(config, num_stages=_most_stages(config, problem)) for config in candidates
+            dataclasses.replace(config, num_stages=_most_stages(config, problem))
+            for block_m in _BLOCKS_M
+            if block_m <= _widest_block(problem)
+            for config in _candidates(problem, block_m)
         )
     else:
         configs = (
@@ -135,6 +133,12 @@ def mean_blocks(problem: Problem, block_m: int) -> float:
 def active_experts(num_tokens: int, spec: MoESpec) -> float:
     """Experts that some token visits, on average over uniform routings."""
     return spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** num_tokens)
+
+
+def _widest_block(problem: Problem) -> int:
+    """The narrowest block that takes all tokens, or else the widest that there is."""
+    most = 64 if problem.quant == "none" else SwapABConfig.MAX_FP8_BLOCK_M
+    return next(block_m for block_m in _BLOCKS_M if block_m >= min(most, problem.num_tokens))
 
 
 def _candidates(problem: Problem, block_m: int) -> Iterator[SwapABConfig]:
