@@ -59,8 +59,8 @@ def fused_moe(
         traced value, so that one compiled program serves every count (below 0: none is real, above the
         number of tokens: all are).
       backend: ``"auto"`` or a backend's name (see `select_backend`), which is then used or refused.
-      config: How the backend's kernel is to cut the problem up, a `SwapABConfig` or `GroupedGemmConfig`
-        of `moe_pallas.configs.schema`; with ``"auto"`` it asks for its backend. None: see `select_backend`.
+      config: How the backend's kernel is to cut the problem up, a `SwapABConfig` or
+        `GroupedGemmConfig`; with ``"auto"`` it asks for its backend. None: see `select_backend`.
 
     Returns:
       (..., D) in x's dtype.

@@ -61,8 +61,8 @@ def select_backend(
     Args:
       problem: The call.
       backend: ``"auto"``, or the name of a backend, which is then used or refused.
-      config: A configuration of that backend's kernel, a `SwapABConfig` or `GroupedGemmConfig` of
-        `moe_pallas.configs.schema`, which is then used or refused; with ``"auto"`` it asks for its backend.
+      config: A configuration of that backend's kernel, a `SwapABConfig` or `GroupedGemmConfig`,
+        which is then used or refused; with ``"auto"`` it asks for its backend.
       device: Where the call runs; JAX's default device if None.
       tables: Directory of tables that are asked before the package's own, see `moe_pallas.configs.lookup`; if
         None the one that the environment variable MOE_PALLAS_TABLES names, if any.

@@ -52,6 +52,14 @@ class SwapABConfig:
       up_splits: Parts that the contraction of the first GEMM (over D) is cut into.
       down_splits: The same for the second (over F).
       slabs: Slabs of 64 weight rows in each half of a tile: 1, or 2 of FP8.
+
+    Example:
+      >>> from moe_pallas import MoESpec, Problem, SwapABConfig
+      >>> spec = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
+      >>> problem = Problem(spec=spec, num_tokens=8, dtype="bfloat16")
+      >>> SwapABConfig(block_m=8, num_stages=6).validate(problem)
+      >>> SwapABConfig(block_m=24, num_stages=6).validate(problem)
+      'block_m is 8, 16, 32 or 64; got 24.'
     """
 
     block_m: int
@@ -228,6 +236,14 @@ class GroupedGemmConfig:
       num_stages: Tiles of rows and weights on their way to an SM, 128 bytes of the contraction each.
       band: Blocks of rows that are multiplied with the same weights one after the other, so that both stay
         in the L2 cache.
+
+    Example:
+      >>> from moe_pallas import GroupedGemmConfig, MoESpec, Problem
+      >>> spec = MoESpec(num_experts=8, top_k=2, hidden_size=4096, intermediate_size=14336)
+      >>> problem = Problem(spec=spec, num_tokens=512, dtype="bfloat16")
+      >>> GroupedGemmConfig(down_block_n=128).validate(problem)
+      >>> GroupedGemmConfig(num_stages=5).validate(problem)
+      'needs 281600 bytes of shared memory, of which a CTA has 232448: use fewer stages.'
     """
 
     up_block_n: int = 256
