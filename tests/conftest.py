@@ -1,13 +1,15 @@
-"""Settings of every test: eight CPU devices, strict dtype promotion, no time limit on an example."""
+"""Settings of every test: eight CPU devices, programs compiled fast, strict dtype promotion, no time limits."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
-# Sharding is tested on any machine. XLA reads the flag once, when jax makes its first CPU device; a count
-# given from outside comes later in the line and so wins.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+# Sharding is tested on any machine, and most of the time goes into compiling what runs once. XLA reads the
+# flags when jax makes its first CPU device; what is given from outside comes later in the line and so wins.
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+os.environ["XLA_FLAGS"] = _FLAGS + os.environ.get("XLA_FLAGS", "")
 
 import aot
 import hypothesis
@@ -57,6 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("aot"):
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Free each file's programs: Linux lets a process have 65530 mappings, and every program takes some."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
