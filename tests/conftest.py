@@ -1,4 +1,4 @@
-"""Settings of every test: eight CPU devices, programs compiled fast, strict dtype promotion, no time limits."""
+"""Settings of every test: eight CPU devices, programs compiled fast, strict promotion, no time limit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 # Sharding is tested on any machine, and most of the time goes into compiling what runs once. XLA reads the
 # flags when jax makes its first CPU device; what is given from outside comes later in the line and so wins.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-os.environ["XLA_FLAGS"] = _FLAGS + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    + os.environ.get("XLA_FLAGS", "")
+)
 
 import aot
 import hypothesis
