@@ -62,8 +62,8 @@ from moe_pallas.spec import (
 )
 
 E4M3_MAX = 448.0
-_PER_LARGEST = np.float32(1 / E4M3_MAX)
-_SMALLEST_SCALE = np.float32(2.0**-126)  # float32's smallest normal number
+PER_LARGEST = np.float32(1 / E4M3_MAX)
+SMALLEST_SCALE = np.float32(2.0**-126)  # float32's smallest normal number
 
 
 @jax.tree_util.register_dataclass
@@ -279,7 +279,7 @@ def quantize_activations(
     if activations is ActivationScales.STATIC:
         assert input_scale is not None, "STATIC activations have a scale"
         scale = jnp.broadcast_to(input_scale.astype(jnp.float32), (x.shape[0], 1))
-        scale = jnp.maximum(scale, _SMALLEST_SCALE)
+        scale = jnp.maximum(scale, SMALLEST_SCALE)
     elif activations is ActivationScales.TENSOR:
         scale = _scale_of(x, axis=(0, 1)).reshape(1, 1)
     elif activations is ActivationScales.TOKEN:
@@ -437,7 +437,7 @@ def _repeat(scale: jax.Array, block: int | None, size: int) -> jax.Array:
 def _scale_of(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     size = jnp.abs(_flushed(x))
     amax = jnp.max(jnp.where(size < jnp.inf, size, 0.0), axis=axis, initial=0.0)
-    return jnp.where(amax == 0, 1.0, jnp.maximum(amax * _PER_LARGEST, _SMALLEST_SCALE))
+    return jnp.where(amax == 0, 1.0, jnp.maximum(amax * PER_LARGEST, SMALLEST_SCALE))
 
 
 def _codes(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -446,7 +446,7 @@ def _codes(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _flushed(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.abs(x) < _SMALLEST_SCALE, 0.0, x)
+    return jnp.where(jnp.abs(x) < SMALLEST_SCALE, 0.0, x)
 
 
 def _round_to_e4m3(x: jax.Array) -> jax.Array:

@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from moe_pallas.configs.heuristics import NARROW, active_experts, busiest_us, mean_blocks
-from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
+from moe_pallas.configs.schema import MOST_LOGITS, GroupedGemmConfig, SwapABConfig
 from moe_pallas.spec import ActivationScales, Problem
 
 _NUM_SMS = 132  # of the device that the constants are for
 _HALF = 64  # rows that a consumer of the grouped GEMM multiplies: a block of so few takes half the time
-_MOST_LOGITS = 1 << 15  # past these, other launches route
 
 
 class SwapABConstants(NamedTuple):
@@ -116,7 +115,7 @@ def _swap_ab_us(
         read=hit * expert_mb,
         reread=(blocks - hit) * expert_mb,
         slots=slots_mb,
-        logits=min(problem.num_tokens * spec.num_experts, _MOST_LOGITS) / 1e3,
+        logits=min(problem.num_tokens * spec.num_experts, MOST_LOGITS) / 1e3,
     )
     return math.sumprod(constants, terms)
 

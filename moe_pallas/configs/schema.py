@@ -14,7 +14,7 @@ from moe_pallas.spec import ActivationScales, MoESpec, Problem, QuantScheme, Wei
 _LEAST_STAGES = 3  # the consumer frees a stage one step late
 _BARRIER_BYTES = 2048  # barriers and the launch's number, alignment included
 # Past these, two launches plan faster than each CTA for itself: BUILD_NOTES "Measured facts".
-_MOST_LOGITS, _MOST_TOKENS = 1 << 15, 128
+MOST_LOGITS, _MOST_TOKENS = 1 << 15, 128
 SMEM_BYTES = 232448  # of one CTA: 228 KiB an SM less 1 KiB reserved, CUDA programming guide
 
 
@@ -200,7 +200,7 @@ class SwapABConfig:
         """Whether the kernel finds out by itself where tokens go, and has no plan made for it before."""
         if supports_ids(problem.spec, problem.num_tokens) is not None:
             return False
-        if problem.num_tokens * problem.spec.num_experts > _MOST_LOGITS or problem.num_tokens > _MOST_TOKENS:
+        if problem.num_tokens * problem.spec.num_experts > MOST_LOGITS or problem.num_tokens > _MOST_TOKENS:
             return False
         least = dataclasses.replace(self, num_stages=_LEAST_STAGES)
         ring = least.num_stages * least._stage_bytes() + least._scale_bytes(problem)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _gather
+from moe_pallas.kernels._weights import block_start
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 BLOCK_M = GroupedGemmConfig.BLOCK_M
@@ -158,15 +159,9 @@ class Launch:
         """Scales of blocks of weights, and where those of step 0 stand for each half."""
         if self.scheme is None or self.scheme.weights is not WeightScales.BLOCK:
             return None
-        scales, branches = self.operands.weight_scale, 1 if self.gate_up is None else 2
-        per_branch = -(-self.columns // QuantScheme.BLOCK)
-        starts = []
-        for branch, row in self.halves(item):
-            at = lax.div(row, jnp.int32(QuantScheme.BLOCK))
-            is_interleaved = self.gate_up is GateUp.INTERLEAVED
-            at = branches * at + branch if is_interleaved else branch * per_branch + at
-            starts.append((item.expert * (branches * per_branch) + at) * scales.shape[1])
-        return scales, starts
+        scales, halves = self.operands.weight_scale, self.halves(item)
+        at = (self.columns, self.gate_up)
+        return scales, [block_start(scales, item.expert, branch, row, *at) for branch, row in halves]
 
     def stage(self, step: jax.Array) -> jax.Array:
         """Place in the ring."""

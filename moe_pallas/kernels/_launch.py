@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _quantise, _routing
 from moe_pallas.kernels._schedule import Item, Schedule
+from moe_pallas.kernels._weights import block_start
 from moe_pallas.plan import BlockPlan
 from moe_pallas.spec import ActivationScales, GateUp, MoESpec, Problem, QuantScheme, WeightScales
 
@@ -224,25 +225,18 @@ class Launch:
         """Scales of blocks, and where those of step 0 stand for each slab; None without blocks."""
         if not self.in_blocks:
             return None
-        scales, block = self.operands.s13, QuantScheme.BLOCK
-        per_branch = -(-self.spec.intermediate_size // block)
-        branches = 2 if self.spec.gated else 1
-        starts = []
-        for branch, row in self._up_slabs(item.tile):
-            at = lax.div(row, jnp.int32(block))
-            is_stacked = self.spec.gate_up is GateUp.STACKED
-            at = branch * per_branch + at if is_stacked else branches * at + branch
-            starts.append((expert * (branches * per_branch) + at) * scales.shape[1])
-        return scales, starts
+        scales, size = self.operands.s13, self.spec.intermediate_size
+        gate_up = self.spec.gate_up if self.spec.gated else None
+        slabs = self._up_slabs(item.tile)
+        return scales, [block_start(scales, expert, branch, row, size, gate_up) for branch, row in slabs]
 
     def down_blocks(self, item: Item, expert: jax.Array) -> tuple[Any, list[jax.Array]] | None:
         """The same in the second GEMM."""
         if not self.in_blocks:
             return None
-        scales, block = self.operands.s2, QuantScheme.BLOCK
-        per_expert = -(-self.spec.hidden_size // block)
-        blocks = [lax.div(row, jnp.int32(block)) for row in self._down_slabs(item.tile)]
-        return scales, [(expert * per_expert + at) * scales.shape[1] for at in blocks]
+        scales, size = self.operands.s2, self.spec.hidden_size
+        rows = self._down_slabs(item.tile)
+        return scales, [block_start(scales, expert, 0, row, size, None) for row in rows]
 
     def _column(
         self, ref: Any, expert: jax.Array, first: jax.Array, stride: int, count: int, width: int

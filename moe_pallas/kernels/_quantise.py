@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -37,12 +36,11 @@ from moe_pallas.kernels._simt import (
     warp_float_max,
     warp_max,
 )
-from moe_pallas.quant import quantize_activations
+from moe_pallas.quant import PER_LARGEST, SMALLEST_SCALE, quantize_activations
 from moe_pallas.spec import ActivationScales, QuantScheme
 
 _GROUP = QuantScheme.BLOCK
-_PER_LARGEST = float(np.float32(1 / 448))
-_SMALLEST_SCALE = 2.0**-126
+_PER_LARGEST, _SMALLEST_SCALE = float(PER_LARGEST), float(SMALLEST_SCALE)
 _PIECE = 256  # columns that a warp reads at once: 8 a lane
 _BARRIER = 9  # named barrier (bar.sync) of the warpgroup of tokens, see `moe_pallas.kernels._mgpu`
 
@@ -183,8 +181,7 @@ def store_codes(
     groups = row_length // _GROUP
 
     def store(ctx: Any, codes: Any, scales: Any, maxima: Any, *rest: Any) -> None:
-        *scalars, expert = (Int(_mgpu.scalar(x)) for x in rest[-4:])
-        row, column, size = scalars
+        row, column, size, expert = (Int(_mgpu.scalar(x)) for x in rest[-4:])
         lane, warp = thread_index() & 31, (thread_index() >> 5) & 3
         # Lane l of warp w has rows 16w + l/4 (+ 8) and columns 2(l % 4), 2(l % 4) + 1 (+ 8, ...).
         held = [_pairs(value) for value in rest[:-4]]

@@ -34,6 +34,7 @@ from moe_pallas.kernels import _mgpu, _plan, _quantise
 from moe_pallas.kernels._activation import activate
 from moe_pallas.kernels._block_gemm import Operands, multiply_blocks
 from moe_pallas.kernels._combine_slots import combine_slots
+from moe_pallas.kernels._weights import flat_scales, take_apart
 from moe_pallas.plan import BlockPlan, cut_groups
 from moe_pallas.quant import QTensor, quantize_activations, scale_of_x
 from moe_pallas.routing import Routing
@@ -160,7 +161,7 @@ def _layer(
         if scheme.hidden is ActivationScales.STATIC:
             up["out_scale"] = down["row_scale"] = w2.input_scale
     if spec.gated:
-        up["weights"] = up["weights"].reshape(spec.num_experts, *_apart(spec), hidden_size)
+        up["weights"] = take_apart(up["weights"], spec)
         b13 = None if b13 is None else _branches_first(b13, spec)
     h, h_scale = multiply_blocks(
         Operands(
@@ -192,22 +193,15 @@ def _layer(
     return combine_slots(slots, plan, spec, num_tokens, interpret)
 
 
-def _apart(spec: MoESpec) -> tuple[int, int]:
-    """Shape that the rows of w13 take to have gate and up on an axis of their own."""
-    return (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
-
-
 def _branches_first(values: jax.Array, spec: MoESpec) -> jax.Array:
     """(E, 2F), in the order of w13's rows → (E, 2, F)."""
-    values = values.reshape(spec.num_experts, *_apart(spec))
+    values = take_apart(values, spec)
     return values if spec.gate_up is GateUp.STACKED else values.swapaxes(1, 2)
 
 
 def _scales_of(weights: QTensor, spec: MoESpec) -> jax.Array:
     """Scales of quantised weights as the kernel takes them."""
-    if weights.scheme.weights is WeightScales.BLOCK:
-        return weights.scale.reshape(-1, weights.scale.shape[-1])
-    scales = weights.scale[..., 0]
+    scales = flat_scales(weights)
     if weights.scheme.weights is WeightScales.CHANNEL and weights.gate_up is not None:
         return _branches_first(scales, spec)
     return scales

@@ -65,15 +65,14 @@ from moe_pallas.kernels import _mgpu, _plan, _routing
 from moe_pallas.kernels._combine import combine
 from moe_pallas.kernels._launch import CONSUMER, TOKENS, WEIGHTS, Buffers, Launch, Operands, Scratch
 from moe_pallas.kernels._swap_ab_roles import compute, load_tokens, load_weights
+from moe_pallas.kernels._weights import flat_scales, take_apart
 from moe_pallas.quant import QTensor, quantize_activations
 from moe_pallas.routing import Routing
 from moe_pallas.spec import (
     ActivationScales,
-    GateUp,
     MoESpec,
     Problem,
     QuantScheme,
-    WeightScales,
 )
 
 _SLAB = SwapABConfig.SLAB
@@ -218,16 +217,11 @@ def _operands(
     operands, scheme = Operands(x, w13, w2, b13, b2), None
     if isinstance(w13, QTensor) and isinstance(w2, QTensor):
         scheme = w13.scheme
-        in_blocks = scheme.weights is WeightScales.BLOCK
-        s13, s2 = (
-            (q.scale.reshape(-1, q.scale.shape[-1]) if in_blocks else q.scale[..., 0]) for q in (w13, w2)
-        )
+        s13, s2 = flat_scales(w13), flat_scales(w2)
         scales: Any = {"s13": s13, "s2": s2, "input13": w13.input_scale, "input2": w2.input_scale}
         operands = Operands(x, w13.values, w2.values, b13, b2, **scales)
     if spec.gated:
-        branches = (2, -1) if spec.gate_up is GateUp.STACKED else (-1, 2)
-        values = operands.w13.reshape(spec.num_experts, *branches, spec.hidden_size)
-        operands = operands._replace(w13=values)
+        operands = operands._replace(w13=take_apart(operands.w13, spec))
     return operands, scheme
 
 
