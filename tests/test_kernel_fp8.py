@@ -48,16 +48,16 @@ def truth(x: NDArray, routing: Routing, params: dict[str, Any], spec: MoESpec, *
     return reference.fused_experts(x, *routing, **experts_of(params), spec=spec, **rest)
 
 
-INTERPRETED: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor, static, interleaved": ("tensor-static", {"gate_up": "interleaved", "expert_bias": True}),
-    "channel, token": ("channel", {"expert_bias": True}),
-    "block, interleaved": ("block", {"gate_up": "interleaved", "hidden_size": 512}),
-    "block, relu2": ("block", {"activation": "relu2", "intermediate_size": 256}),
+INTERPRETED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "tensor, static, interleaved": ("tensor-static", 2, {"gate_up": "interleaved", "expert_bias": True}),
+    "channel, token": ("channel", 1, {"expert_bias": True}),
+    "block, interleaved": ("block", 2, {"gate_up": "interleaved", "hidden_size": 512}),
+    "block, relu2": ("block", 1, {"activation": "relu2", "intermediate_size": 256}),
 }
 
 
-@pytest.mark.parametrize(("name", "options"), INTERPRETED.values(), ids=INTERPRETED)
-def test_swap_ab_interpreted(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "slabs", "options"), INTERPRETED.values(), ids=INTERPRETED)
+def test_swap_ab_interpreted(name: str, slabs: int, options: dict[str, Any]) -> None:
     sizes = {"num_experts": 2, "top_k": 2, "hidden_size": 256, "intermediate_size": 128}
     spec = MoESpec(**(sizes | options))
     x, params = inputs(spec, 6, SCHEMES[name])
@@ -69,7 +69,7 @@ def test_swap_ab_interpreted(name: str, options: dict[str, Any]) -> None:
         return swap_ab.fused_experts(
             *operands,
             spec,
-            config=SwapABConfig(block_m=8, num_stages=3, slabs=2),
+            config=SwapABConfig(block_m=8, num_stages=3, slabs=slabs),
             num_ctas=2,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
@@ -216,10 +216,12 @@ def test_options(name: str, options: dict[str, Any], backend: str) -> None:
 
 
 SWAP_AB_CONFIGS: list[tuple[dict[str, int], int | None]] = [
-    ({"block_m": 8, "num_stages": 3}, None),
-    ({"block_m": 8, "num_stages": 6, "up_splits": 4, "down_splits": 2}, 5),
-    ({"block_m": 16, "num_stages": 4, "up_splits": 2}, 131),
-    ({"block_m": 32, "num_stages": 4, "down_rows": 32}, 2),
+    ({"block_m": 8, "num_stages": 3, "slabs": 2}, None),
+    ({"block_m": 8, "num_stages": 12, "up_rows": 32}, 132),
+    ({"block_m": 8, "num_stages": 6, "slabs": 2, "up_splits": 4, "down_splits": 2}, 5),
+    ({"block_m": 16, "num_stages": 4, "slabs": 2, "up_splits": 2}, 131),
+    ({"block_m": 16, "num_stages": 9, "down_splits": 2}, None),
+    ({"block_m": 32, "num_stages": 4, "slabs": 2, "down_rows": 32}, 2),
 ]
 
 
@@ -229,10 +231,10 @@ SWAP_AB_CONFIGS: list[tuple[dict[str, int], int | None]] = [
 def test_swap_ab_configurations(name: str, cut: dict[str, int], num_ctas: int | None) -> None:
     """Every way to cut a problem up, again and again: blocks of many and few tokens, items that wait."""
     spec, num_tokens = dataclasses.replace(SPEC, num_experts=5, top_k=2), 100
-    if SCHEMES[name].activations == "static":
+    if SCHEMES[name].weights != "block":
         cut = cut | {"up_rows": 40, "down_rows": 24}
     x, params = inputs(spec, num_tokens, SCHEMES[name])
-    config = SwapABConfig(**cut, slabs=2)
+    config = SwapABConfig(**cut)
     run = jax.jit(
         lambda x, routing, w13, w2: swap_ab.fused_experts(
             x, routing, w13, w2, None, None, spec, config=config, num_ctas=num_ctas

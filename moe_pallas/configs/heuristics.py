@@ -22,6 +22,7 @@ from moe_pallas.spec import ActivationScales, MoESpec, Problem
 # BUILD_NOTES "Measured facts": 4.4 TB/s over 132 SMs, and what a step or an item costs besides.
 _BYTES_PER_US = 33.3e3
 _STEP_US, _ITEM_US, _SPLIT_US = 0.25, 0.5, 2.0
+_QUANTISE_US = 0.13  # a step of the second GEMM that quantises 8 rows of h itself
 _MAX_STAGES = 6
 _MOST_DOWN_STEPS = 16  # longer items of the second GEMM come out too uneven
 _ROWS = (64, 56, 48, 40, 32)
@@ -40,13 +41,13 @@ def default_swap_ab(problem: Problem, num_sms: int = 132) -> SwapABConfig:
     Returns:
       The configuration that the model predicts to be fastest; not necessarily a legal one, if none is.
     """
-    spec, block_m = problem.spec, _widest_block(problem)
+    block_m, spec = _widest_block(problem), problem.spec
     slots = problem.num_tokens * spec.top_k
     blocks = round(max(active_experts(problem.num_tokens, spec), slots / block_m))
     # One token always makes as many blocks; with more, what fits one number best may fit the next worst.
     cases = range(max(1, blocks - 2), blocks + 3) if problem.num_tokens > 1 else (blocks,)
     candidates = _candidates(problem, block_m)
-    best = min(candidates, key=lambda config: sum(busiest_us(config, spec, n, num_sms) for n in cases))
+    best = min(candidates, key=lambda config: sum(busiest_us(config, problem, n, num_sms) for n in cases))
     return dataclasses.replace(best, num_stages=_most_stages(best, problem))
 
 
@@ -143,36 +144,36 @@ def _widest_block(problem: Problem) -> int:
 
 def _candidates(problem: Problem, block_m: int) -> Iterator[SwapABConfig]:
     spec = problem.spec
-    plain = SwapABConfig(block_m=block_m, num_stages=3, slabs=1 if problem.quant == "none" else 2)
-    rows: tuple[tuple[int, ...], ...] = _ROWS, _ROWS
-    if problem.activation_scales in (ActivationScales.TOKEN, ActivationScales.GROUP):
-        rows = (64,), (64, 32)
-    for up_rows, down_rows, up_splits, down_splits in itertools.product(*rows, (1, 2, 4), range(1, 17)):
-        config = dataclasses.replace(
-            plain, up_rows=up_rows, down_rows=down_rows, up_splits=up_splits, down_splits=down_splits
-        )
+    slabs = (1,) if problem.quant == "none" else (1, 2)
+    rows = (64, 32) if problem.activation_scales is ActivationScales.GROUP else _ROWS
+    for cut in itertools.product(slabs, rows, rows, (1, 2, 4), range(1, 17)):
+        fields = dict(zip(("slabs", "up_rows", "down_rows", "up_splits", "down_splits"), cut, strict=True))
+        config = SwapABConfig(block_m=block_m, num_stages=3, **fields)
         up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
-        if -(-down_steps // down_splits) > _MOST_DOWN_STEPS and down_splits < 16:
+        if -(-down_steps // config.down_splits) > _MOST_DOWN_STEPS and config.down_splits < 16:
             continue
-        if can_split(up_steps, up_splits) and can_split(down_steps, down_splits):
+        if can_split(up_steps, config.up_splits) and can_split(down_steps, config.down_splits):
             yield config
 
 
 def _most_stages(config: SwapABConfig, problem: Problem) -> int:
     """As many as fit, up to what was seen to help."""
-    for stages in range(_MAX_STAGES, 3, -1):
+    most = _MAX_STAGES * (1 if problem.quant == "none" or config.slabs == 2 else 2)
+    for stages in range(most, 3, -1):
         if dataclasses.replace(config, num_stages=stages).smem_bytes(problem) <= SMEM_BYTES:
             return stages
     return 3
 
 
-def busiest_us(config: SwapABConfig, spec: MoESpec, blocks: int, num_sms: int) -> float:
+def busiest_us(config: SwapABConfig, problem: Problem, blocks: int, num_sms: int) -> float:
     """Time of the CTA that has the most to do."""
+    spec, itemsize = problem.spec, 2 if problem.quant == "none" else 1
     up_part = -(-config.up_steps(spec) // config.up_splits)
     down_part = -(-config.down_steps(spec) // config.down_splits)
-    itemsize = 2 if config.slabs == 1 else 1
     up_us = _item_us(config.up_weight_rows() * itemsize, up_part)
     down_us = _item_us(config.down_width() * itemsize, down_part)
+    if not (config.makes_groups or problem.activation_scales in (None, ActivationScales.STATIC)):
+        down_us += down_part * _QUANTISE_US * config.block_m / 8
     ups = blocks * config.up_tiles(spec) * config.up_splits
     downs = blocks * config.down_tiles(spec) * config.down_splits
     rounds, over = divmod(ups, num_sms)

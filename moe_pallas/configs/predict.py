@@ -105,7 +105,7 @@ def _swap_ab_us(
     spec, is_fp8 = problem.spec, problem.quant != "none"
     hit, blocks = _hit(problem, group_sizes), _blocks(problem, config.block_m, group_sizes)
     low = math.floor(blocks)
-    busiest = [busiest_us(config, spec, count, _NUM_SMS) for count in (low, low + 1)]
+    busiest = [busiest_us(config, problem, count, _NUM_SMS) for count in (low, low + 1)]
     expert_mb = spec.hidden_size * (spec.w13_rows + spec.intermediate_size) * (1 if is_fp8 else 2) / 1e6
     slots_mb = 2 * 4 * config.down_splits * problem.num_tokens * spec.top_k * spec.hidden_size / 1e6
     terms = SwapABConstants(

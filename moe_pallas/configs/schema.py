@@ -40,7 +40,7 @@ class SwapABConfig:
     """How the Swap-AB kernel cuts a problem up. The contraction goes 128 columns at a time.
 
     A tile has two halves, gate and up, or two runs of rows where there is but one branch. Weight rows are
-    multiplied 64 at a time: a half is one such slab, of FP8 two. A slab may hold fewer rows, so that tiles
+    multiplied 64 at a time: a half is one such slab, in FP8 one or two. A slab may hold fewer rows, so that tiles
     come out even over the SMs: memory is what decode waits for, not the rows that are multiplied in vain.
 
     Args:
@@ -51,7 +51,7 @@ class SwapABConfig:
       down_rows: The same in the second.
       up_splits: Parts that the contraction of the first GEMM (over D) is cut into.
       down_splits: The same for the second (over F).
-      slabs: Slabs of 64 weight rows in each half of a tile: 1, or 2 of FP8.
+      slabs: Slabs of 64 weight rows in each half of a tile: 1, or in FP8 2.
 
     Example:
       >>> from moe_pallas import MoESpec, Problem, SwapABConfig
@@ -108,16 +108,16 @@ class SwapABConfig:
         spec, activations = problem.spec, problem.activation_scales
         if activations is None:
             return None if self.slabs == 1 else f"slabs is 1 unless weights are quantised; got {self.slabs}."
-        if self.slabs != 2:
-            return f"slabs is 2 of quantised weights; got {self.slabs}."
+        if self.slabs not in (1, 2):
+            return f"slabs is 1 or 2 of quantised weights; got {self.slabs}."
         if self.block_m > self.MAX_FP8_BLOCK_M:
             return f"block_m is at most {self.MAX_FP8_BLOCK_M} in FP8; got {self.block_m}."
         if objection := _objection_to_quant(problem):
             return objection
-        if activations is not ActivationScales.STATIC and self.up_rows != self.SLAB:
-            return f"up_rows is {self.SLAB} (half a group of h) unless scales are static; got {self.up_rows}."
-        if activations is ActivationScales.GROUP and self.down_rows not in (32, self.SLAB):
-            return f"down_rows is 32 or {self.SLAB} with weights in blocks; got {self.down_rows}."
+        if activations is ActivationScales.GROUP:
+            for name, rows in (("up_rows", self.up_rows), ("down_rows", self.down_rows)):
+                if rows not in (32, self.SLAB):
+                    return f"{name} is 32 or {self.SLAB} with weights in blocks; got {rows}."
         half = self.slabs * self.SLAB
         for name, size, least in (
             ("hidden_size", spec.hidden_size, 2 * half),
@@ -126,6 +126,11 @@ class SwapABConfig:
             if size % 128 or size < least:
                 return f"needs {name} in multiples of 128 from {least} on in FP8; got {size}."
         return None
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether a tile of the first GEMM makes whole groups of 128 columns of h, to quantise them there."""
+        return self.slabs == 2 and self.up_rows == self.SLAB
 
     def up_weight_rows(self) -> int:
         """Weight rows of a tile of the first GEMM."""
@@ -177,7 +182,9 @@ class SwapABConfig:
     def smem_bytes(self, problem: Problem) -> int:
         """Shared memory of a CTA: the ring, the lists of the routing if it makes them, and the barriers."""
         lists = self._list_bytes(problem) if self.makes_lists(problem) else 0
-        return self.num_stages * self._stage_bytes() + lists + self._scale_bytes(problem) + _BARRIER_BYTES
+        return (
+            self.num_stages * self._stage_bytes(problem) + lists + self._scale_bytes(problem) + _BARRIER_BYTES
+        )
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Count the global memory of what the phases leave to each other.
@@ -191,7 +198,10 @@ class SwapABConfig:
             return 2 * rows * spec.intermediate_size + 4 * floats
         codes = rows * spec.intermediate_size + problem.num_tokens * spec.hidden_size
         if problem.activation_scales is not ActivationScales.STATIC:
-            floats += rows * self.down_steps(spec)
+            if self.makes_groups:
+                floats += rows * self.down_steps(spec)
+            else:
+                codes += 3 * rows * spec.intermediate_size
         is_group = problem.activation_scales is ActivationScales.GROUP
         floats += problem.num_tokens * (self.up_steps(spec) if is_group else 1)
         return codes + 4 * floats
@@ -203,15 +213,15 @@ class SwapABConfig:
         if problem.num_tokens * problem.spec.num_experts > MOST_LOGITS or problem.num_tokens > _MOST_TOKENS:
             return False
         least = dataclasses.replace(self, num_stages=_LEAST_STAGES)
-        ring = least.num_stages * least._stage_bytes() + least._scale_bytes(problem)
+        ring = least.num_stages * least._stage_bytes(problem) + least._scale_bytes(problem)
         return ring + self._list_bytes(problem) + _BARRIER_BYTES <= SMEM_BYTES
 
     def _list_bytes(self, problem: Problem) -> int:
         return list_bytes(problem.num_tokens, problem.spec, self.block_m)
 
-    def _stage_bytes(self) -> int:
-        # Two slabs a half are those of FP8: as many bytes of weights in a stage.
-        return (2 * self.slabs * self.SLAB + self.block_m) * self.BLOCK_K * (2 if self.slabs == 1 else 1)
+    def _stage_bytes(self, problem: Problem) -> int:
+        itemsize = 2 if problem.quant == "none" else 1
+        return (2 * self.slabs * self.SLAB + self.block_m) * self.BLOCK_K * itemsize
 
     def _scale_bytes(self, problem: Problem) -> int:
         """Scales in shared memory: of the ring, and of what a warp finds for a block's tokens."""

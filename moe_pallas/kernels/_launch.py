@@ -48,8 +48,8 @@ class Buffers(NamedTuple):
 
     x: Any = None  # (T, D) codes, of FP8 weights
     x_scale: Any = None  # (T, D / 128) or (T, 1)
-    h: Any = None  # (rows, F), codes of FP8 weights
-    h_scale: Any = None  # (rows, F / 128), if h is quantised in groups
+    h: Any = None  # (rows, F); of FP8 weights codes, or float32
+    h_scale: Any = None  # (rows, F / 128), of codes in groups
     slots: Any = None  # (down_splits * rows, D) float32
     parts: Any = None  # (items of the first GEMM, slabs, 64, block_m) float32, of all its splits but the last
 
@@ -93,6 +93,7 @@ class Launch:
         self.scheme, self.phases, self.interpret = scheme, phases, interpret
         self.in_blocks = scheme is not None and scheme.weights is WeightScales.BLOCK
         self.h_in_groups = scheme is not None and scheme.hidden is ActivationScales.GROUP
+        self.reads_floats = self.h_in_groups and not config.makes_groups
         self.is_fused = len(phases) > 1
         self.cta = lax.axis_index("cta")
         problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")

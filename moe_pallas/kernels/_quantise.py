@@ -1,7 +1,8 @@
 """Activations to FP8 inside a kernel, by the rules of `moe_pallas.quant`.
 
 `quantise_tokens` makes codes and scales of x before the first product; `store_codes` and `store_tile` those
-of h from the registers that the first product leaves, where tokens are columns of it, or rows. Codes of x are
+of h from the registers that the first product leaves, where tokens are columns of it, or rows; `load_rows`
+and `store_operand` those of h from its float32, before the second product. Codes of x are
 quant's, bit for bit; h comes from products that were summed up in another order.
 """
 
@@ -12,13 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from moe_pallas.kernels import _mgpu
+from moe_pallas.kernels._schedule import divmod_static
 from moe_pallas.kernels._simt import (
     Bool,
     Float,
@@ -222,6 +226,149 @@ def store_codes(
     refs = [plgpu.RefType()] * 3
     run = plgpu.inline_mgpu(arg_types=(*refs, *arrays, *[_mgpu.SCALAR] * 4))(store)
     run(codes, scales, maxima, *values, row, column, size, expert)
+
+
+def load_rows(
+    h: Any,
+    blocks: tuple[Any, Sequence[jax.Array]] | None,
+    first: jax.Array,
+    size: jax.Array,
+    step: jax.Array,
+    end: jax.Array,
+    *,
+    width: int,
+    num_steps: int,
+) -> jax.Array:
+    """Read what `store_operand` makes operands of, for ``num_steps`` steps at once; by one warpgroup.
+
+    Args:
+      h: (rows, F) float32 in global memory, F a multiple of 128.
+      blocks: Scales of weights and where those of step 0 stand, if they have some for each step.
+      first: Where the rows begin.
+      size: How many count, 1 ... width; others become one of them.
+      step: The first step, of 128 columns.
+      end: Steps from here on are not used.
+      width: Rows, a multiple of 8.
+      num_steps: Steps.
+
+    Returns:
+      Registers: of each step 8 columns of each 8th row, then a scale of the weights.
+    """
+    row_length, starts = h.shape[1], () if blocks is None else blocks[1]
+    per_step = width + bool(starts)
+    count = num_steps * per_step
+
+    def load(ctx: Any, h: Any, weights: Any, *scalars: Any) -> Any:
+        first, size, step, end, *starts = (Int(_mgpu.scalar(x)) for x in scalars)
+        thread, memory = thread_index() & 127, Memory(h)
+        made = []
+        for i in range(num_steps):
+            at = select(step + i < end, step + i, step)
+            column = at * _GROUP + (thread & 15) * 8
+            for j in range(0, width, 8):
+                row = memory.row(first + select((thread >> 4) + j < size, (thread >> 4) + j, 0), row_length)
+                made += [*row.load_vector(column, 4), *row.load_vector(column + 4, 4)]
+            if starts:
+                start = starts[0]
+                for s in range(1, len(starts)):
+                    start = select(thread.equals(s), starts[s], start)
+                made.append(Memory(weights).load(start + at))
+        registers = np.empty((count,), dtype=object)
+        for i, value in enumerate(made):
+            vector = llvm.mlir_undef(ir.VectorType.get((1,), ir.F32Type.get()))
+            registers[i] = llvm.insertelement(vector, value.value, Int.of(0).value)
+        layout = mgpu.WGStridedFragLayout((128 * count,), vec_size=1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    held = plgpu.Layout.WG_STRIDED((128 * count,), vec_size=1)
+    run = plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * 2, *[_mgpu.SCALAR] * (4 + len(starts))),
+        return_type=plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, layout=held),
+    )(load)
+    return run(h, h if blocks is None else blocks[0], first, size, step, end, *starts)
+
+
+def store_operand(
+    rows: jax.Array,
+    index: int,
+    operand: Any,
+    scales: Any,
+    stage: jax.Array,
+    *,
+    width: int,
+    num_blocks: int,
+) -> None:
+    """Quantise one step of what `load_rows` read: an operand of WGMMA, and the scales that go with it.
+
+    Args:
+      rows: From `load_rows`.
+      index: Which of its steps.
+      operand: (stages, block_m, 128) float8_e4m3fn in shared memory, in the layout of WGMMA operands.
+      scales: (stages, n) float32 in shared memory: first those of the rows, last those of weights.
+      stage: Which to write.
+      width: As for `load_rows`.
+      num_blocks: Scales of weights.
+    """
+    _, block_m, columns = operand.shape
+    per_stage, per_step = scales.shape[1], width + bool(num_blocks)
+
+    def store(ctx: Any, rows: Any, operand: Any, scales: Any, stage: Any) -> None:
+        stage = Int(_mgpu.scalar(stage))
+        held = [Float(llvm.extractelement(r, Int.of(0).value)) for r in rows.registers.flat]
+        thread, table = thread_index() & 127, Memory(scales)
+        row, chunk = thread >> 4, (thread & 15) >> 1
+        to = Int(_mgpu.shared_address(operand)) + stage * (block_m * columns) + row * columns
+        to = to + (((chunk ^ row) << 4) | ((thread & 1) << 3))
+        mine = held[index * per_step : (index + 1) * per_step]
+        for j in range(0, width, 8):
+            values = [_flushed(x) for x in mine[j : j + 8]]
+            scale = _scale_of(warp_float_max(_largest_finite(values), 16))
+            low, high = _codes(values, reciprocal(scale))
+            _mgpu.ptx(
+                f"st.shared.v2.b32 [%[to]+{j * columns}], {{%[low], %[high]}};",
+                to=to.value,
+                low=low.value,
+                high=high.value,
+            )
+            with if_((thread & 15).equals(0)):
+                table.store(stage * per_stage + row + j, scale)
+        if num_blocks:
+            with if_(thread < num_blocks):
+                table.store(stage * per_stage + (per_stage - num_blocks) + thread, mine[-1])
+        _mgpu.ptx(f"fence.proxy.async.shared::cta; bar.sync {_BARRIER}, 128;")
+
+    held = plgpu.Layout.WG_STRIDED(rows.shape, vec_size=1)
+    tile = plgpu.RefType(_mgpu.operand_transforms(operand.dtype))
+    plgpu.inline_mgpu(arg_types=(held, tile, plgpu.RefType(), _mgpu.SCALAR))(store)(
+        rows, operand, scales, stage
+    )
+
+
+def interpret_operand(
+    h: Any,
+    blocks: tuple[Any, Sequence[jax.Array]] | None,
+    first: jax.Array,
+    size: jax.Array,
+    step: jax.Array,
+    operand: Any,
+    scales: Any,
+    stage: jax.Array,
+) -> None:
+    """What `load_rows` and `store_operand` do to one step, for Pallas' interpreter."""
+    columns, num_scales = operand.shape[2], scales.shape[1]
+
+    @pl.loop(0, size)
+    def _(j: jax.Array) -> None:
+        row = h[first + j, pl.ds(step * columns, columns)][None]
+        codes, scale = quantize_activations(row, ActivationScales.GROUP)
+        operand[stage, j, :] = codes[0]
+        scales[stage, j] = scale[0, 0]
+
+    if blocks is not None:
+        weights, starts = blocks
+        for i, start in enumerate(starts):
+            row, column = divmod_static(start + step, weights.shape[1])
+            scales[stage, num_scales - len(starts) + i] = weights[row, column]
 
 
 def store_tile(

@@ -226,8 +226,13 @@ def _fma(x: Float, y: Float, z: Float) -> Float:
 
 
 def reciprocal(x: Float) -> Float:
-    """Return 1 / x, rounded to the nearest."""
-    return Float(_pure("rcp.rn.f32 $0, $1;", ir.F32Type.get(), x))
+    """Return 1 / x, rounded to the nearest; within an ulp from 2^126 on, where that is subnormal.
+
+    What `rcp.rn` does, but for the function that it calls beyond that: registers are spilled around a call.
+    """
+    near = Float(_pure("rcp.approx.f32 $0, $1;", ir.F32Type.get(), x))
+    better = _fma(near, _fma(Float.of(0.0) - x, near, Float.of(1.0)), near)
+    return select((x.bits() & 0x7FFFFFFF) < 0x7E800000, better, near)
 
 
 def to_e4m3(low: Float, high: Float) -> Int:
@@ -366,6 +371,14 @@ class Memory:
         """Leave out the first elements."""
         rest = copy.copy(self)
         rest._pointer, rest.size = self._at(count), self.size - count
+        return rest
+
+    def row(self, index: Int, length: int) -> Memory:
+        """Begin with the row of that number, of as many elements each: any offset, 64 bits."""
+        wide = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extui(wide, index.value), mgpu.utils.c(length, wide))
+        rest = copy.copy(self)
+        rest._pointer = mgpu.utils.getelementptr(self._pointer, [offset], self._element)
         return rest
 
     def _at(self, index: Int | int) -> ir.Value:

@@ -20,6 +20,7 @@ from moe_pallas.kernels._schedule import Item
 from moe_pallas.spec import WeightOn
 
 _SLAB = SwapABConfig.SLAB
+_WORDS_IN_FLIGHT = 64  # of h, that a thread reads before it quantises them
 
 
 def load_weights(launch: Launch) -> None:
@@ -126,11 +127,49 @@ def load_tokens(launch: Launch) -> None:
             warpgroup=TOKENS,
         )
 
+    def quantise(item: Item, step: jax.Array, width: int) -> None:
+        end = item.first_step + item.num_steps
+        longest = -(-config.down_steps(launch.spec) // config.down_splits)
+        some = min(longest, max(1, _WORDS_IN_FLIGHT // width))
+        blocks = launch.down_blocks(item, plan.block_expert[item.block])
+        of_h = buffers.h, blocks, plan.block_row[item.block], plan.block_size[item.block]
+        if launch.interpret:
+
+            @pl.loop(0, item.num_steps)
+            def _(k: jax.Array) -> None:
+                stage = launch.await_empty(step + k)
+                _quantise.interpret_operand(*of_h, item.first_step + k, scratch.x, scratch.scales, stage)
+                plgpu.barrier_arrive(scratch.x_full.at[stage])
+
+            return
+
+        @pl.loop(0, lax.div(item.num_steps + (some - 1), jnp.int32(some)))
+        def _(i: jax.Array) -> None:
+            rows = _quantise.load_rows(*of_h, item.first_step + i * some, end, width=width, num_steps=some)
+            for j in range(some):
+
+                @pl.when(i * some + j < item.num_steps)
+                def _(j: int = j) -> None:
+                    stage = launch.await_empty(step + i * some + j)
+                    _quantise.store_operand(
+                        rows,
+                        j,
+                        scratch.x,
+                        scratch.scales,
+                        stage,
+                        width=width,
+                        num_blocks=2 * config.slabs if launch.in_blocks else 0,
+                    )
+                    plgpu.barrier_arrive(scratch.x_full.at[stage])
+
     def down(i: jax.Array, state: State) -> State:
         item = launch.schedule.down(i)
         row = plan.block_row[item.block]
         if launch.is_fused:
             await_h(item)
+        if launch.reads_floats:
+            launch.by_width(item.block, functools.partial(quantise, item, state[0]))
+            return state[0] + item.num_steps, state[0] + item.num_steps
         if is_quantised:
             expert = plan.block_expert[item.block]
             if launch.h_in_groups:
@@ -276,7 +315,7 @@ def compute(launch: Launch) -> None:
         else:
             results = [activate(slab, None, spec) for slab in slabs]
         column, size = launch.up_row(item.tile), plan.block_size[item.block]
-        if launch.scheme is not None:
+        if launch.scheme is not None and not launch.reads_floats:
             scales = buffers.h_scale if launch.h_in_groups else operands.input2
             for i in range(0, len(results), half):
                 _quantise.store_codes(
@@ -296,7 +335,7 @@ def compute(launch: Launch) -> None:
         for i, h in enumerate(results):
             _mgpu.store_columns(
                 buffers.h,
-                h.astype(operands.x.dtype),
+                h.astype(buffers.h.dtype),
                 row,
                 column + i * config.up_rows,
                 size,

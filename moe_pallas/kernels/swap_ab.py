@@ -41,9 +41,10 @@ multiples of 64, from 128 on. The last tile of 64 or 128 rows is moved back to e
 hardware fills the contraction's last tile with zeros.
 
 With weights in FP8 (D and F multiples of 128) products are of FP8 codes. While the others route, the tokens'
-warpgroup of each CTA quantises a part of x and raises a flag, which the loads of tokens wait for; h is
-quantised in the epilogue (`moe_pallas.kernels._quantise`). A tile has 256 rows, for as many bytes: 128 of
-gate and of up, so that it makes whole groups of 128 columns of h. Rows of x and h come by cp.async together
+warpgroup of each CTA quantises a part of x and raises a flag, which the loads of tokens wait for. A tile of
+256 rows, for as many bytes, makes whole groups of 128 columns of h, which are quantised in the epilogue
+(`moe_pallas.kernels._quantise`). With other tiles, which may come out more even over the SMs, h is float32,
+and the tokens' warpgroup quantises what it reads of it. Rows of x and of h's codes come by cp.async together
 with the scales that go with a stage, and the products of a stage are added up in float32 with these.
 """
 
@@ -78,22 +79,23 @@ from moe_pallas.spec import (
 _SLAB = SwapABConfig.SLAB
 
 # Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
-_CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 72
+_CONSUMER_REGISTERS, _WEIGHTS_REGISTERS, _TOKENS_REGISTERS = 232, 40, 152
 
 
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     launch = Launch(*unflatten(refs), **statics)
     warpgroup = lax.axis_index("wg")
 
-    @pl.when(warpgroup == WEIGHTS)
-    def _() -> None:
-        plgpu.set_max_registers(_WEIGHTS_REGISTERS, action="decrease")
-        load_weights(launch)
-
+    # ptxas gives a branch no more than those before it had left: falling numbers, then the one that takes.
     @pl.when(warpgroup == TOKENS)
     def _() -> None:
         plgpu.set_max_registers(_TOKENS_REGISTERS, action="decrease")
         load_tokens(launch)
+
+    @pl.when(warpgroup == WEIGHTS)
+    def _() -> None:
+        plgpu.set_max_registers(_WEIGHTS_REGISTERS, action="decrease")
+        load_weights(launch)
 
     @pl.when(warpgroup == CONSUMER)
     def _() -> None:
@@ -242,9 +244,8 @@ def _run(
     num_tokens, hidden_size = x.shape
     rows, items = config.max_rows(problem), config.max_up_items(problem)
     struct = jax.ShapeDtypeStruct
-    codes = operands.w13.dtype
     buffers = Buffers(
-        h=struct((rows, spec.intermediate_size), codes),
+        h=struct((rows, spec.intermediate_size), operands.w13.dtype),
         slots=struct((config.down_splits * rows, hidden_size), jnp.float32),
     )
     if config.up_splits > 1:
@@ -252,12 +253,14 @@ def _run(
         buffers = buffers._replace(parts=parts)
     if scheme is not None:
         per_token = config.up_steps(spec) if scheme.activations is ActivationScales.GROUP else 1
-        in_groups = scheme.hidden is ActivationScales.GROUP
         buffers = buffers._replace(
-            x=struct((num_tokens, hidden_size), codes),
+            x=struct((num_tokens, hidden_size), operands.w13.dtype),
             x_scale=struct((num_tokens, per_token), jnp.float32),
-            h_scale=struct((rows, config.down_steps(spec)), jnp.float32) if in_groups else None,
         )
+        if scheme.hidden is ActivationScales.GROUP and config.makes_groups:
+            buffers = buffers._replace(h_scale=struct((rows, config.down_steps(spec)), jnp.float32))
+        elif scheme.hidden is ActivationScales.GROUP:
+            buffers = buffers._replace(h=struct(buffers.h.shape, jnp.float32))
     y = struct((num_tokens, hidden_size), x.dtype)
     run = functools.partial(
         _call, spec=spec, config=config, scheme=scheme, num_ctas=num_ctas, interpret=interpret
