@@ -20,6 +20,8 @@ from moe_pallas.spec import ActivationScales
 
 Pair = tuple[Any, Any]
 
+MAX_SETS = 8  # of weights, and of router logits, in a step
+
 # What static scales are made for, the largest |x| and |h|. x is N(0, 1): one in 5e8 is beyond 6. h is
 # silu(gate) · up of two numbers that are N(0, 1): one in 7e9 is beyond 20, and a layer has 2e8 at most.
 # The same for all experts, so that the truth of a few of them is that of the layer.
@@ -47,8 +49,9 @@ class Inputs:
             longest[cell.tokens] = max(floor, longest.get(cell.tokens, 0.0))
         self._num_layers = {t: num_layers or chain_length(floor) for t, floor in longest.items()}
         fits = int(memory_bytes // (cells[0].expert_bytes * self.spec.num_experts))
-        # At least 2, however large; no more than the longest step has layers.
-        self._num_weight_sets = max(2, min(fits, max(self._num_layers.values())))
+        # At least 2, however large; no more than the longest step has layers, and not so many arguments that
+        # the host takes longer to hand them over than the device to use them.
+        self._num_sets = max(2, min(fits, MAX_SETS, max(self._num_layers.values())))
 
     def num_layers(self, cell: Cell) -> int:
         """Layers in a step."""
@@ -56,12 +59,12 @@ class Inputs:
 
     def num_weight_sets(self, cell: Cell) -> int:
         """Distinct weights in a step."""
-        return min(self._num_weight_sets, self.num_layers(cell))
+        return min(self._num_sets, self.num_layers(cell))
 
     @functools.cached_property
     def weights(self) -> list[Pair]:
         """(w13, w2), as many as the longest step has, N(0, 1/fan_in): arrays, or `QTensor`s of the same."""
-        keys = jax.random.split(jax.random.key(0), (self._num_weight_sets, 2))
+        keys = jax.random.split(jax.random.key(0), (self._num_sets, 2))
         return [(self._make("w13", key[0]), self._make("w2", key[1])) for key in keys]
 
     def _make(self, name: str, key: jax.Array) -> Any:
@@ -81,8 +84,10 @@ class Inputs:
         return np.roll(cell.logits, layer * max(1, self.spec.num_experts // 8), axis=1)
 
     def layer_logits(self, cell: Cell) -> list[jax.Array]:
-        """Logits of all layers of a step."""
-        return [jnp.asarray(self.logits(cell, layer)) for layer in range(self.num_layers(cell))]
+        """Logits of the layers of a step, which take them in turn."""
+        return [
+            jnp.asarray(self.logits(cell, layer)) for layer in range(min(MAX_SETS, self.num_layers(cell)))
+        ]
 
     def shapes(self, cell: Cell, variant: Variant) -> tuple[Any, list[Pair]]:
         """What a variant takes for x and for the weights of a step, as shapes."""

@@ -26,8 +26,9 @@ _CELL = ("case", "tokens", "dtype", "quant", "load")
 CONDITIONS = {
     "time_us": "per layer, from x (T, D) and float32 router logits (T, E) to y (T, D): wall time of `calls` "
     "steps queued back to back / (calls * num_layers). A step is one jitted program of num_layers layer "
-    "calls over weight_sets distinct weights and num_layers routings, with command buffers of everything "
+    "calls over weight_sets distinct weights and 8 routings at most, with command buffers of everything "
     "(xla_gpu_graph_min_graph_size=1; XLA's default scheduling mode runs the kernels of a graph in order).",
+    "queued_us": "the same until the host had queued the steps: near time_us, the host is what was timed",
     "time_us_no_graphs": "the same with xla_gpu_enable_command_buffer=''",
     "experts_only_us": "the same as time_us from x and a given routing to y",
     "host_us": "median time for the call of a step to return, device idle, / num_layers",

@@ -236,6 +236,7 @@ class Session:
                 row.update(
                     status="ok",
                     time_us=timing.time_us,
+                    queued_us=timing.queued_us,
                     spread=timing.spread,
                     tflops=cell.flops / (timing.time_us * 1e6),
                     gb_per_s=cell.min_bytes / (timing.time_us * 1e3),

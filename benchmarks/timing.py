@@ -11,6 +11,8 @@ array would be copied.
                        XLA's command buffers (CUDA graphs) made of everything that can be in one. The host
                        runs ahead of the device, so this is device time, its gaps between kernels
                        included; the few µs between two graphs are spread over num_layers.
+    queued_us          of it, until the host has queued the last of these steps: if nearly all, the host is
+                       what was measured
     time_us_no_graphs  the same program without command buffers: what launching kernel by kernel costs
     host_us            for the call of a step to return while the device idles, divided by num_layers
     kernel_us          sum of the kernels' own durations (profiler), gaps excluded: `benchmarks.kernel_times`
@@ -40,15 +42,15 @@ Function = Callable[..., Any]
 GRAPHS = {"xla_gpu_graph_min_graph_size": 1}
 NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
-_MAX_LAYERS = 8
 _MAX_CALLS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Median and spread over rounds, in µs of one layer."""
+    """Median and spread over rounds, in µs of one layer; the median time that the host took to queue it."""
 
     time_us: float
+    queued_us: float
     spread: float
     rounds: int
     calls: int
@@ -68,8 +70,8 @@ class Step:
 
 
 def chain_length(floor_us: float) -> int:
-    """Layers in a step: enough work for the graph's own launch to vanish, no more than that."""
-    return _MAX_LAYERS if floor_us < 250 else 4 if floor_us < 1000 else 2
+    """Layers in a step: enough work for the host to be ahead, and the graph's launch to vanish."""
+    return 32 if floor_us < 50 else 8 if floor_us < 250 else 4 if floor_us < 1000 else 2
 
 
 def step_function(layer: Function, num_layers: int, name: str) -> Function:
@@ -172,37 +174,44 @@ def measure[K](
             calls[key] = int(np.clip(seconds / rounds / _warm_up(step), 1, _MAX_CALLS))
         except Exception as error:  # out of memory, or a kernel that fails: the others are still measured
             results[key] = error
-    times: dict[K, list[float]] = {key: [] for key in calls}
+    times: dict[K, list[tuple[float, float]]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key in calls:
             time.sleep(rest * seconds / rounds)
             try:
-                times[key].append(_seconds_per_call(steps[key], calls[key]) / steps[key].num_layers * 1e6)
+                times[key].append(_seconds_per_call(steps[key], calls[key]))
             except Exception as error:
                 results[key] = error
     for key, values in times.items():
         if key not in results:
-            low, middle, high = (float(v) for v in np.percentile(values, [10, 50, 90]))
+            layers_us, queued_us = np.transpose(values) / steps[key].num_layers * 1e6
+            low, middle, high = (float(v) for v in np.percentile(layers_us, [10, 50, 90]))
             results[key] = Timing(
-                time_us=middle, spread=(high - low) / middle, rounds=rounds, calls=calls[key]
+                time_us=middle,
+                queued_us=float(np.median(queued_us)),
+                spread=(high - low) / middle,
+                rounds=rounds,
+                calls=calls[key],
             )
     return results
 
 
-def _seconds_per_call(step: Step, calls: int) -> float:
+def _seconds_per_call(step: Step, calls: int) -> tuple[float, float]:
+    """Until all is done, and until all is queued."""
     outputs = None
     start = time.perf_counter()
     for _ in range(calls):
         outputs = step()
+    queued = time.perf_counter()
     jax.block_until_ready(outputs)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / calls, (queued - start) / calls
 
 
 def _warm_up(step: Step) -> float:
     """Run a step until its graph is made (XLA makes it in the second run); returns seconds of one call."""
-    seconds = [_seconds_per_call(step, 1)]
+    seconds = [_seconds_per_call(step, 1)[0]]
     while len(seconds) < 3 or (len(seconds) < 6 and min(seconds) < 0.01):
-        seconds.append(_seconds_per_call(step, 1))
+        seconds.append(_seconds_per_call(step, 1)[0])
     return min(seconds)
 
 
