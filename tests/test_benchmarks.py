@@ -467,17 +467,18 @@ def test_layers_of_a_step_wait_for_each_other() -> None:
 
 
 def test_chain_is_as_long_as_it_must_be() -> None:
-    assert [timing.chain_length(us) for us in (5, 249, 250, 999, 1000)] == [8, 8, 4, 4, 2]
+    assert [timing.chain_length(us) for us in (5, 50, 249, 250, 999, 1000)] == [32, 8, 8, 4, 4, 2]
 
 
 def test_measure_is_median_and_spread_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([4e-3] * 3 + [2e-3] * 3 + [1e-3, 3e-3, 2e-3, 5e-3, 4e-3])  # six warm-ups, five rounds
-    monkeypatch.setattr(timing, "_seconds_per_call", lambda step, calls: next(seconds))
+    monkeypatch.setattr(timing, "_seconds_per_call", lambda step, calls: (next(seconds), 1e-3))
     step = timing.Step(compiled=lambda: None, args=(), num_layers=4)
     (timed,) = timing.measure({"a": step}, rounds=5, seconds=0.1).values()
     assert isinstance(timed, timing.Timing)
     assert timed.time_us == pytest.approx(3e3 / 4)
     assert timed.spread == pytest.approx((4.6 - 1.4) / 3)
+    assert timed.queued_us == pytest.approx(1e3 / 4)
     assert (timed.calls, timed.rounds) == (10, 5)
 
 

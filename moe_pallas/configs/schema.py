@@ -40,8 +40,9 @@ class SwapABConfig:
     """How the Swap-AB kernel cuts a problem up. The contraction goes 128 columns at a time.
 
     A tile has two halves, gate and up, or two runs of rows where there is but one branch. Weight rows are
-    multiplied 64 at a time: a half is one such slab, in FP8 one or two. A slab may hold fewer rows, so that tiles
-    come out even over the SMs: memory is what decode waits for, not the rows that are multiplied in vain.
+    multiplied 64 at a time: a half is one such slab, in FP8 one or two. A slab may hold fewer rows, so that
+    tiles come out even over the SMs: memory is what decode waits for, not the rows that are multiplied in
+    vain.
 
     Args:
       block_m: Tokens of one expert that are multiplied together: 8, 16, 32 or 64. An expert with more has
