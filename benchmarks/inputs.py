@@ -20,7 +20,7 @@ from moe_pallas.spec import ActivationScales
 
 Pair = tuple[Any, Any]
 
-MAX_SETS = 8  # of weights, and of router logits, in a step
+_MAX_SETS = 8  # of weights, and of router logits, in a step
 
 # What static scales are made for, the largest |x| and |h|. x is N(0, 1): one in 5e8 is beyond 6. h is
 # silu(gate) · up of two numbers that are N(0, 1): one in 7e9 is beyond 20, and a layer has 2e8 at most.
@@ -51,7 +51,7 @@ class Inputs:
         fits = int(memory_bytes // (cells[0].expert_bytes * self.spec.num_experts))
         # At least 2, however large; no more than the longest step has layers, and not so many arguments that
         # the host takes longer to hand them over than the device to use them.
-        self._num_sets = max(2, min(fits, MAX_SETS, max(self._num_layers.values())))
+        self._num_sets = max(2, min(fits, _MAX_SETS, max(self._num_layers.values())))
 
     def num_layers(self, cell: Cell) -> int:
         """Layers in a step."""
@@ -60,6 +60,10 @@ class Inputs:
     def num_weight_sets(self, cell: Cell) -> int:
         """Distinct weights in a step."""
         return min(self._num_sets, self.num_layers(cell))
+
+    def num_routings(self, cell: Cell) -> int:
+        """Distinct router logits in a step."""
+        return min(_MAX_SETS, self.num_layers(cell))
 
     @functools.cached_property
     def weights(self) -> list[Pair]:
@@ -85,9 +89,7 @@ class Inputs:
 
     def layer_logits(self, cell: Cell) -> list[jax.Array]:
         """Logits of the layers of a step, which take them in turn."""
-        return [
-            jnp.asarray(self.logits(cell, layer)) for layer in range(min(MAX_SETS, self.num_layers(cell)))
-        ]
+        return [jnp.asarray(self.logits(cell, layer)) for layer in range(self.num_routings(cell))]
 
     def shapes(self, cell: Cell, variant: Variant) -> tuple[Any, list[Pair]]:
         """What a variant takes for x and for the weights of a step, as shapes."""

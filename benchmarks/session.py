@@ -131,11 +131,12 @@ class Session:
         detailed = self._is_detailed(cell, entry)
         kinds = {LAYER: GRAPHS} | ({NO_GRAPH: NO_GRAPHS} if detailed else {})
         layer = entry.variant.layer(cell, entry.config)
-        programs = compile_step(layer, (x, [logits] * layers, weights), layers, name, kinds)
+        routings = self.inputs.num_routings(cell)
+        programs = compile_step(layer, (x, [logits] * routings, weights), layers, name, kinds)
         if detailed and entry.variant.experts:
             routing = jax.eval_shape(functools.partial(route, spec=cell.spec), logits)
             experts = entry.variant.experts(cell, entry.config)
-            args = (x, [routing] * layers, weights)
+            args = (x, [routing] * routings, weights)
             programs |= compile_step(experts, args, layers, f"{name}_experts", {EXPERTS: GRAPHS})
         return programs
 
@@ -201,7 +202,9 @@ class Session:
                 x, weights = self.inputs.rows(cell, entry.variant), converted[convert]
                 for kind, program in programs.items():
                     taken = routings if kind == EXPERTS else logits
-                    step = Step(compiled=program, args=(x, taken, weights), num_layers=len(logits))
+                    step = Step(
+                        compiled=program, args=(x, taken, weights), num_layers=self.inputs.num_layers(cell)
+                    )
                     row["error"] = self._check(cell, entry, step)
                     steps[kind][entry] = step
             except AssertionError as error:
@@ -276,7 +279,9 @@ class Session:
                 weights = converted[convert][: self.inputs.num_weight_sets(cell)]
                 x, logits = self.inputs.rows(cell, entry.variant), self.inputs.layer_logits(cell)
                 program = self._programs_of(cell, entry)[NO_GRAPH]
-                runs[name] = Step(compiled=program, args=(x, logits, weights), num_layers=len(logits))
+                runs[name] = Step(
+                    compiled=program, args=(x, logits, weights), num_layers=self.inputs.num_layers(cell)
+                )
                 rows[name] = row
         for name, kernels in kernel_times.profile(runs).items() if runs else ():
             layers = runs[name].num_layers

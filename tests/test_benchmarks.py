@@ -470,6 +470,13 @@ def test_chain_is_as_long_as_it_must_be() -> None:
     assert [timing.chain_length(us) for us in (5, 50, 249, 250, 999, 1000)] == [32, 8, 8, 4, 4, 2]
 
 
+def test_a_long_step_takes_its_arguments_in_turn() -> None:
+    """Ten layers of eight sets of weights and routings."""
+    options = dataclasses.replace(QUICK, num_layers=10, detail_tokens=())
+    (row,) = measure([VARIANTS["xla"]], [2], options)["rows"]
+    assert (row["status"], row["num_layers"], row["weight_sets"]) == ("ok", 10, 8)
+
+
 def test_measure_is_median_and_spread_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([4e-3] * 3 + [2e-3] * 3 + [1e-3, 3e-3, 2e-3, 5e-3, 4e-3])  # six warm-ups, five rounds
     monkeypatch.setattr(timing, "_seconds_per_call", lambda step, calls: (next(seconds), 1e-3))
