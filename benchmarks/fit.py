@@ -23,7 +23,15 @@ from moe_pallas.configs.predict import (
 
 DEVICE = "NVIDIA H200"
 # Runs of the kernels as they are, in their default configurations, by file and quant.
-FILES = ("swap_ab.json", "swap_ab_t1.json", "grouped_gemm.json", "fp8_decode.json", "fp8_prefill.json")
+FILES = (
+    "swap_ab.json",
+    "swap_ab_1_8_64.json",
+    "grouped_gemm.json",
+    "fp8_tensor.json",
+    "fp8_tensor_t1.json",
+    "fp8_block.json",
+    "fp8_prefill.json",
+)
 # Swap-AB is fitted where it may be chosen: rows of more tokens an expert are predicted, and worse.
 MOST_TOKENS = 16
 

@@ -332,9 +332,9 @@ def test_predictions_are_as_near_as_build_notes_says() -> None:
     rows = fit.parts(list(fit.measured()))
     errors = {what: [abs(row.error()) for row in some] for what, some in rows.items()}
     for what, count, mean, worst in (
-        ("swap_ab", 75, 0.022, 0.12),
-        ("swap_ab, more tokens", 28, 0.11, 0.37),
-        ("grouped_gemm", 57, 0.017, 0.08),
+        ("swap_ab", 109, 0.021, 0.11),
+        ("swap_ab, more tokens", 41, 0.17, 0.53),
+        ("grouped_gemm", 92, 0.022, 0.12),
     ):
         assert len(errors[what]) >= count
         assert statistics.mean(errors[what]) <= mean

@@ -59,17 +59,17 @@ class Constants(NamedTuple):
 CONSTANTS: Mapping[str, Constants] = {
     "NVIDIA H200": Constants(
         SwapABConstants(
-            launch=9.3, quantise=6.65, busiest=0.512, read=0.103, reread=0.1, slots=0.589, logits=0.403
+            launch=8.03, quantise=3.99, busiest=0.485, read=0.114, reread=0.1, slots=0.646, logits=0.363
         ),
         GroupedGemmConstants(
-            launch=20.4,
-            logits=7.52,
-            read=4.47,
-            combine=3.75,
-            tail=0.295,
-            rate=734,
-            fp8_rate=1210,
-            fp8_added_rate=1010,
+            launch=28.8,
+            logits=19.3,
+            read=4.55,
+            combine=3.95,
+            tail=0.293,
+            rate=739,
+            fp8_rate=1200,
+            fp8_added_rate=1030,
         ),
     )
 }
