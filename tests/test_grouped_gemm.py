@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from failure_cases import assert_same_bits, experts_of
-from interpreted import make_routing, without_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import interpreted, make_routing, without_races
 from numpy.typing import NDArray
 
 from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, fused_experts, fused_moe, reference, xla
@@ -54,13 +53,8 @@ def interpret(
     num_ctas: int = 2,
 ) -> NDArray:
     arrays = [params.get(name) for name in ("w13", "w2", "b13", "b2")]
-    params = plgpu.InterpretGPUParams(detect_races=True)
-
-    def run() -> jax.Array:
-        operands = jax.tree.map(jnp.asarray, (x, routing, *arrays))
-        return grouped_gemm.fused_experts(*operands, spec, config=config, num_ctas=num_ctas, interpret=params)
-
-    return without_races(run)
+    program = interpreted(grouped_gemm.fused_experts, spec=spec, config=config, num_ctas=num_ctas)
+    return without_races(program, x, routing, *arrays)
 
 
 _ONE = {"top_k": 1}
@@ -203,30 +197,19 @@ GROUPS: dict[str, tuple[tuple[int, ...], int, int, int, int, bool, int]] = {
 def test_groups_interpreted(name: str) -> None:
     sizes, num_rows, columns, offset, num_matrices, contract_last, num_ctas = GROUPS[name]
     lhs, rhs, group_sizes = grouped_inputs(sizes, num_rows, num_matrices, 128, columns, contract_last)
-    y = without_races(
-        lambda: grouped_gemm.multiply_groups(
-            lhs,
-            rhs,
-            group_sizes,
-            group_offset=offset,
-            contract_last=contract_last,
-            num_ctas=num_ctas,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
+    program = interpreted(
+        grouped_gemm.multiply_groups, group_offset=offset, contract_last=contract_last, num_ctas=num_ctas
     )
+    y = without_races(program, lhs, rhs, group_sizes)
     check_groups(y, lhs, rhs, sizes, offset, contract_last)
 
 
 def test_rows_that_are_not_there_have_no_group() -> None:
     """Sizes that add up to more than the rows: nothing is read or written past the end."""
     lhs, rhs, _ = grouped_inputs((50, 40, 0), 90, 3, 128, 128, True)
-    params = plgpu.InterpretGPUParams(detect_races=True)
+    program = interpreted(grouped_gemm.multiply_groups, num_ctas=2)
     for sizes in ((50, 60, 5), (50, 40, 2**30)):
-        y = without_races(
-            lambda sizes=sizes: grouped_gemm.multiply_groups(
-                lhs, rhs, jnp.array(sizes, jnp.int32), num_ctas=2, interpret=params
-            )
-        )
+        y = without_races(program, lhs, rhs, np.array(sizes, np.int32))
         check_groups(y, lhs, rhs, (50, 40, 0), 0, True)
 
 
@@ -234,10 +217,7 @@ def test_items_of_one_step_interpreted() -> None:
     """The producer is four items ahead: their numbers must not be written over."""
     sizes = (3, 70, 9, 1, 5, 8)
     lhs, rhs, group_sizes = grouped_inputs(sizes, sum(sizes), len(sizes), 64, 320, True)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    y = without_races(
-        lambda: grouped_gemm.multiply_groups(lhs, rhs, group_sizes, num_ctas=1, interpret=params)
-    )
+    y = without_races(interpreted(grouped_gemm.multiply_groups, num_ctas=1), lhs, rhs, group_sizes)
     check_groups(y, lhs, rhs, sizes, 0, True)
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from failure_cases import assert_same_bits
-from interpreted import make_routing, without_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import interpreted, make_routing, without_races
 from numpy.typing import NDArray
 from quantised import SCHEMES, numpy_of, quantised_params
 
@@ -63,18 +62,10 @@ def test_swap_ab_interpreted(name: str, slabs: int, options: dict[str, Any]) -> 
     x, params = inputs(spec, 6, SCHEMES[name])
     routing = make_routing(spec, 6, low=-1)
     arrays = [params.get(key) for key in ("w13", "w2", "b13", "b2")]
-
-    def run() -> jax.Array:
-        operands = jax.tree.map(jnp.asarray, (x, routing, *arrays))
-        return swap_ab.fused_experts(
-            *operands,
-            spec,
-            config=SwapABConfig(block_m=8, num_stages=3, slabs=slabs),
-            num_ctas=2,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-
-    assert_close(without_races(run), truth(x, routing, params, spec), quantised=True)
+    config = SwapABConfig(block_m=8, num_stages=3, slabs=slabs)
+    program = interpreted(swap_ab.fused_experts, spec=spec, config=config, num_ctas=2)
+    y = without_races(program, x, routing, *arrays)
+    assert_close(y, truth(x, routing, params, spec), quantised=True)
 
 
 GROUPED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -102,18 +93,9 @@ def test_grouped_gemm_interpreted(name: str, num_tokens: int, options: dict[str,
     x, params = inputs(spec, num_tokens, SCHEMES[name])
     routing = make_routing(spec, num_tokens, low=-1)
     arrays = [params.get(key) for key in ("w13", "w2", "b13", "b2")]
-
-    def run() -> jax.Array:
-        operands = jax.tree.map(jnp.asarray, (x, routing, *arrays))
-        return grouped_gemm.fused_experts(
-            *operands,
-            spec,
-            config=GroupedGemmConfig(),
-            num_ctas=2,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-
-    assert_close(without_races(run), truth(x, routing, params, spec), quantised=True)
+    program = interpreted(grouped_gemm.fused_experts, spec=spec, config=GroupedGemmConfig(), num_ctas=2)
+    y = without_races(program, x, routing, *arrays)
+    assert_close(y, truth(x, routing, params, spec), quantised=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -34,9 +34,6 @@ backends = pytest.mark.parametrize("backend", PORTABLE_BACKENDS)
 compiled_once = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 compiled_each = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
-# Where a test compiles one program per case, compile fast; other tests compile as users do.
-QUICKLY = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-
 RTOL = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 
 
@@ -144,7 +141,7 @@ def test_every_option_with_every_other(backend: str, row: tuple[int, ...]) -> No
     real = np.ones(12, bool) if padding == "none" else mask
     x[~real] = np.nan
     layer = MoE(spec, backend=backend)
-    apply = jax.jit(functools.partial(layer.apply, return_aux=True), compiler_options=QUICKLY)
+    apply = jax.jit(functools.partial(layer.apply, return_aux=True))
     y, aux = apply(params, x, **rest)
     assert y.dtype == x.dtype
     truth = reference.moe(params, x, spec, mask=real)
@@ -247,7 +244,7 @@ def test_any_spec(backend: str, data: st.DataObject) -> None:
     x[~mask] = np.nan
     experts = experts_of(params)
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def compute(x: jax.Array, logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, Routing]:
         y = fused_moe(x, logits, **experts, spec=spec, correction_bias=bias, mask=mask, backend=backend)
         return y, route(logits, spec, correction_bias=None if bias is None else jnp.asarray(bias))

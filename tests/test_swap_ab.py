@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from failure_cases import assert_same_bits, experts_of
-from interpreted import make_routing, without_races
+from interpreted import interpreted, make_routing, without_races
 from jax import export, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,18 +49,8 @@ def interpret(
     num_ctas: int = 2,
 ) -> NDArray:
     arrays = [params.get(name) for name in ("w13", "w2", "b13", "b2")]
-
-    def run() -> jax.Array:
-        operands = jax.tree.map(jnp.asarray, (x, routing, *arrays))
-        return swap_ab.fused_experts(
-            *operands,
-            spec,
-            config=config,
-            num_ctas=num_ctas,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-
-    return without_races(run)
+    program = interpreted(swap_ab.fused_experts, spec=spec, config=config, num_ctas=num_ctas)
+    return without_races(program, x, routing, *arrays)
 
 
 def make_tiny(**options: Any) -> MoESpec:
@@ -167,7 +157,7 @@ def test_l7_interpreted_layers_are_whole() -> None:
     assert_close(y, reference.fused_experts(x, *routing, **experts_of(params), spec=spec))
 
 
-def hand_over(x: jax.Array, *, wait: bool) -> jax.Array:
+def hand_over(x: jax.Array, *, wait: bool, interpret: Any) -> jax.Array:
     """One warpgroup writes to shared memory, another reads it."""
 
     def body(x_gmem: Any, y_gmem: Any, smem: Any, barrier: Any) -> None:
@@ -190,16 +180,16 @@ def hand_over(x: jax.Array, *, wait: bool) -> jax.Array:
         num_threads=2,
         thread_name="wg",
         scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
+        interpret=interpret,
     )(x)
 
 
 def test_a_race_is_seen() -> None:
     x = np.ones(128, np.float32)
-    assert_same_bits(without_races(lambda: hand_over(jnp.asarray(x), wait=True)), x)
+    assert_same_bits(without_races(interpreted(hand_over, wait=True), x), x)
     # jax 0.11 prints, 0.12 raises.
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match="RACE"):
-        without_races(lambda: hand_over(jnp.asarray(x), wait=False))
+        without_races(interpreted(hand_over, wait=False), x)
 
 
 # Programs: lowered on a CPU for an H200 by tests without a mark, run by those marked gpu
@@ -385,11 +375,13 @@ SHAPES: dict[str, tuple[MoESpec, int]] = {
 
 @by_name("spec num_tokens", SHAPES)
 def test_shape_is_lowered(spec: MoESpec, num_tokens: int) -> None:
-    (x, logits, w13, w2), _ = moe_inputs(spec, num_tokens)
     routing = make_routing(spec, num_tokens)
+    shapes = [(num_tokens, spec.hidden_size), *(spec.param_shapes[name] for name in ("w13", "w2"))]
+    x, *weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    logits = jax.ShapeDtypeStruct((num_tokens, spec.num_experts), jnp.float32)
     launches = 3 if num_tokens > 128 or num_tokens * spec.num_experts > 2**15 else 1
-    assert count_launches(moe_program(spec), *as_structs(x, logits, w13, w2)) == launches
-    assert count_launches(experts_program(spec), *as_structs(x, routing, w13, w2)) == launches
+    assert count_launches(moe_program(spec), x, logits, *weights) == launches
+    assert count_launches(experts_program(spec), x, *as_structs(routing), *weights) == launches
 
 
 def test_flags_look_like_no_other_constant() -> None:
