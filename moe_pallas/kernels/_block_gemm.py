@@ -54,7 +54,6 @@ from moe_pallas.kernels import _gather, _mgpu, _quantise
 from moe_pallas.kernels._block_launch import (
     BLOCK_M,
     HALF,
-    NUMBERS,
     RUN,
     Item,
     Launch,
@@ -62,17 +61,13 @@ from moe_pallas.kernels._block_launch import (
     Scratch,
     tile_width,
 )
+from moe_pallas.kernels._persistent import NUMBERS
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
-
-_PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
-
-# Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
 
 
 def _produce(launch: Launch) -> jax.Array:
     """Load what the consumers need; returns the number of steps."""
-    operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
+    operands, scratch = launch.operands, launch.scratch
     gathers, width = launch.gathers, launch.width
 
     def load_weights(item: Item, columns: Any, stage: jax.Array) -> None:
@@ -103,12 +98,7 @@ def _produce(launch: Launch) -> jax.Array:
 
         def copy(k: jax.Array, _: None) -> None:
             step = first_step + k
-            stage = launch.stage(step)
-
-            @pl.when(step >= stages)
-            def _await_empty() -> None:
-                plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
-
+            stage = launch.await_empty(step)
             columns = pl.ds(k * launch.block_k, launch.block_k)
             load_weights(item, columns, stage)
             if launch.scheme is not None:
@@ -135,23 +125,10 @@ def _produce(launch: Launch) -> jax.Array:
 
         lax.fori_loop(0, launch.steps, copy, None)
 
-    def draw(slot: jax.Array) -> jax.Array:
-        _mgpu.draw_item(
-            operands.flags, launch.numbers, slot, launch.num_ctas, launch.items, interpret=launch.interpret
-        )
-        plgpu.barrier_arrive(scratch.drawn.at[slot])
-        return launch.numbers[slot]
-
     if launch.interpret:
         launch.numbers[0] = launch.cta
-    total = launch.walk(produce, draw)
-    # A barrier may go when all its completions were seen.
-    last = jnp.minimum(total, stages)
-
-    @pl.loop(0, last)
-    def _(i: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
-
+    total = launch.walk(produce, launch.draw)
+    launch.drain(total)
     return total
 
 
@@ -223,8 +200,7 @@ def _multiply(launch: Launch, consumer: jax.Array, first_step: jax.Array) -> jax
 
             @pl.when(k > 0)
             def _free() -> None:
-                before = first_step + k + launch.config.num_stages - 1
-                plgpu.barrier_arrive(scratch.empty.at[launch.stage(before)])
+                launch.free_before(first_step + k)
 
         lax.fori_loop(0, launch.steps, multiply, None)
         value = accumulator[...]
@@ -373,11 +349,7 @@ def _consume(launch: Launch, consumer: jax.Array) -> None:
             row = first + lax.div(piece, runs) * RUN
             store_rows(0, row, lax.rem(piece, runs) * RUN, end - row)
 
-    def drawn(slot: jax.Array) -> jax.Array:
-        plgpu.barrier_wait(scratch.drawn.at[slot])
-        return launch.numbers[slot]
-
-    launch.walk(consume, drawn)
+    launch.walk(consume, launch.drawn)
     if launch.is_compact:
         scratch.results.at[consumer, 0][...] = jnp.zeros((RUN, RUN), launch.out.dtype)
         clear(jnp.int32(0), operands.grouped_rows[0])
@@ -387,29 +359,7 @@ def _consume(launch: Launch, consumer: jax.Array) -> None:
 
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     launch = Launch(*unflatten(refs), **statics)
-    if launch.scratch.landed is not None:
-        _gather.init_landed(launch.scratch.landed)
-    warpgroup = lax.axis_index("wg")
-
-    @pl.when(warpgroup == _PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        steps = _produce(launch)
-        if not launch.interpret:
-            # With no step there was no barrier to wait for the launch's number.
-            pl.when(steps > 0)(functools.partial(_mgpu.check_alone, launch.epoch))
-            _mgpu.leave(launch.operands.flags, launch.num_ctas)
-
-    @pl.when(warpgroup < _PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        if not launch.interpret:
-
-            @pl.when(warpgroup == 0)
-            def _() -> None:
-                _mgpu.draw_ticket(launch.operands.flags, launch.epoch, launch.num_ctas)
-
-        _consume(launch, warpgroup)
+    launch.run(functools.partial(_produce, launch), functools.partial(_consume, launch))
 
 
 def multiply_blocks(

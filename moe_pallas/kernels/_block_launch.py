@@ -13,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _gather
+from moe_pallas.kernels._persistent import NUMBERS, Persistent
 from moe_pallas.kernels._weights import block_start
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 BLOCK_M = GroupedGemmConfig.BLOCK_M
 RUN = 64  # rows and columns of a result that are stored together
 HALF = 128  # weight rows of a tile that are multiplied together in FP8
-NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
 
 
 class Operands(NamedTuple):
@@ -68,7 +68,7 @@ class Item(NamedTuple):
     size: jax.Array
 
 
-class Launch:
+class Launch(Persistent):
     """What the roles of a CTA share: statics, references, and which items are this CTA's."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Launch:
         num_ctas: int,
         interpret: bool,
     ):
-        self.operands, self.out, self.out_scale, self.scratch = operands, out, out_scale, scratch
+        self.operands, self.out, self.out_scale = operands, out, out_scale
         self.gate_up, self.activate, self.scheme, self.config = gate_up, activate, scheme, config
-        self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
+        self.contract_last = contract_last
         self.gathers = operands.block_first is not None
         self.is_compact = operands.grouped_rows is not None  # no rows between blocks
         self.makes_codes = out.dtype == jnp.float8_e4m3fn
@@ -98,10 +98,15 @@ class Launch:
         self.tiles = -(-self.columns // self.width)
         self.block_k = scratch.rows.shape[2]
         self.steps = operands.rows.shape[1] // self.block_k
-        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, NUMBERS), (NUMBERS, 2)))
-        self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
-        self.items = self.blocks * self.tiles
+        super().__init__(
+            operands.flags,
+            scratch,
+            num_stages=config.num_stages,
+            items=self.blocks * self.tiles,
+            num_ctas=num_ctas,
+            interpret=interpret,
+        )
 
     def walk(
         self, body: Callable[[Item, jax.Array], None], next_number: Callable[[jax.Array], jax.Array]
@@ -162,10 +167,6 @@ class Launch:
         scales, halves = self.operands.weight_scale, self.halves(item)
         at = (self.columns, self.gate_up)
         return scales, [block_start(scales, item.expert, branch, row, *at) for branch, row in halves]
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.config.num_stages))
 
 
 def tile_width(columns: int, gate_up: GateUp | None, block_n: int) -> int:
