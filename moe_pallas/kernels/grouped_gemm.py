@@ -89,7 +89,7 @@ def fused_moe(
     rows, num_ctas = _max_rows(x, spec, config), _mgpu.num_sms()
     cut: Any = {"block_m": config.BLOCK_M, "num_rows": rows, "num_ctas": num_ctas}
     plan = _plan.plan_logits(logits, correction_bias, real, spec, **cut)
-    return _layer(x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas)
+    return _layer(x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas)[0]
 
 
 def fused_experts(
@@ -102,9 +102,10 @@ def fused_experts(
     spec: MoESpec,
     *,
     config: GroupedGemmConfig,
+    saves: bool = False,
     num_ctas: int | None = None,
     interpret: Any = None,
-) -> jax.Array:
+) -> Any:
     """Compute the experts of a given routing: two launches for the plan, or XLA's, then three.
 
     Args:
@@ -116,18 +117,19 @@ def fused_experts(
       b2: (E, D) float, or None.
       spec: The layer.
       config: How it is cut up.
+      saves: Whether to keep the products with w13 for a backward pass; not of quantised weights.
       num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
       interpret: ``plgpu.InterpretGPUParams``, to run on a CPU.
 
     Returns:
-      (T, D) in x's dtype.
+      (T, D) in x's dtype. If it saves, that and (rows of the plan, 2F), gate's columns first, or F.
     """
     rows, num_ctas = _max_rows(x, spec, config), num_ctas or _mgpu.num_sms()
     cut: Any = {"block_m": config.BLOCK_M, "num_rows": rows, "num_ctas": num_ctas}
     plan = _plan.plan_ids(routing, spec, **cut, interpret=interpret)
-    return _layer(
-        x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas, interpret=interpret
-    )
+    launch: Any = {"config": config, "num_ctas": num_ctas, "interpret": interpret}
+    y, products = _layer(x, plan, w13, w2, b13, b2, spec, rows, saves=saves, **launch)
+    return (y, products) if saves else y
 
 
 def _max_rows(x: jax.Array, spec: MoESpec, config: GroupedGemmConfig) -> int:
@@ -144,10 +146,11 @@ def _layer(
     spec: MoESpec,
     rows: int,
     *,
+    saves: bool = False,
     interpret: Any = None,
     **launch: Any,
-) -> jax.Array:
-    """Run the three launches behind a plan; h and the slots have ``rows`` rows."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the three launches behind a plan, for y and what it saves; h and the slots have ``rows`` rows."""
     launch["interpret"] = interpret
     down: dict[str, Any] = {"weights": w2}
     scheme = None
@@ -156,21 +159,22 @@ def _layer(
         down = {"weights": w2.values, "weight_scale": _scales_of(w2, spec)}
         if scheme.hidden is ActivationScales.STATIC:
             down["row_scale"] = w2.input_scale
-    struct = jax.ShapeDtypeStruct((rows, spec.intermediate_size), down["weights"].dtype)
-    h, h_scale, *_ = multiply_by_w13(
-        x, plan, w13, b13, spec, Outputs(struct), out_scale=down.get("row_scale"), **launch
-    )
-    if h_scale is not None:
-        down["row_scale"] = h_scale
+    make = Outputs(jax.ShapeDtypeStruct((rows, spec.intermediate_size), down["weights"].dtype))
+    if saves:
+        make = make._replace(products=jax.ShapeDtypeStruct((rows, w13.shape[1]), x.dtype))
+    made = multiply_by_w13(x, plan, w13, b13, spec, make, out_scale=down.get("row_scale"), **launch)
+    if made.scale is not None:
+        down["row_scale"] = made.scale
     slots = multiply_blocks(
-        Operands(rows=h, bias=b2, **blocks_of(plan), **down),
+        Operands(rows=made.out, bias=b2, **blocks_of(plan), **down),
         Outputs(jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)),
         name="grouped_gemm_down",
         block_n=launch["config"].down_block_n,
         scheme=scheme,
         **launch,
     ).out
-    return combine_slots(slots, plan, spec, len(x), spec.weight_on is WeightOn.OUTPUT, interpret)
+    y = combine_slots(slots, plan, spec, len(x), spec.weight_on is WeightOn.OUTPUT, interpret)
+    return y, made.products
 
 
 def blocks_of(plan: BlockPlan) -> dict[str, Any]:
