@@ -182,8 +182,8 @@ def _zeros(shape: tuple[int, ...], *operands: jax.Array) -> jax.Array:
 
 
 def vary_like(array: jax.Array, *operands: jax.Array) -> jax.Array:
-    """Make an array that varies over no mesh axis vary over those that any operand varies over."""
-    axes = frozenset[str]().union(*map(_varying_axes, operands))
+    """Make an array vary over all mesh axes that any operand varies over."""
+    axes = frozenset[str]().union(*map(_varying_axes, operands)) - _varying_axes(array)
     return lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 

@@ -15,9 +15,14 @@ from moe_pallas import MoESpec, Routing
 
 
 def without_races(run: Callable[[], Any]) -> NDArray:
-    """What ``run`` returns, or AssertionError if the interpreter reports a race."""
+    """The array that ``run`` returns, or AssertionError if the interpreter reports a race."""
+    return without_races_in(run)
+
+
+def without_races_in(run: Callable[[], Any]) -> Any:
+    """The arrays that ``run`` returns, in any structure, or AssertionError likewise."""
     with contextlib.redirect_stdout(io.StringIO()) as said, jax.default_device(jax.devices("cpu")[0]):
-        result = np.asarray(run())
+        result = jax.tree.map(np.asarray, run())
     assert "RACE" not in said.getvalue(), said.getvalue()
     return result
 

@@ -72,7 +72,9 @@ def sum_groups(values: jax.Array, groups: RowGroups, interpret: Any = None) -> j
       (G, C) float32: the sum in the order of rows; 0 for groups without rows.
     """
     columns, num_groups = values.shape[1], len(groups.size)
-    width = max(w for w in (128, 256, 512, 1024) if w <= columns)
+    widths = [w for w in (128, 256, 512, 1024) if w <= columns]
+    # Pieces that come out even, where there are such: the last one is else moved back.
+    width = max([w for w in widths if columns % w == 0] or widths)
     leaves, tree = jax.tree.flatten((values, groups))
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -95,7 +95,7 @@ def gradients(
       b13: Likewise.
       b2: Likewise.
       spec: The layer.
-      products: What `products_of` made in the forward pass; computed again if None.
+      products: What `grouped_gemm.fused_experts` saved, of any configuration; computed again if None.
       weight_dtype: Of the weights' gradients, float32 or x's; x's if None.
       config: How products are cut up.
       num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
@@ -180,27 +180,6 @@ def gradients(
         b13=d_b13,
         b2=d_b2,
     )
-
-
-def products_of(
-    x: jax.Array,
-    routing: Routing,
-    w13: jax.Array,
-    b13: jax.Array | None,
-    spec: MoESpec,
-    *,
-    config: GroupedGemmConfig,
-    num_ctas: int | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """Multiply tokens with w13 of their experts, without weights, biases and activation.
-
-    Arguments are those of `gradients`. Returns (rows of the plan, 2F) in x's dtype, gate's columns first, or
-    (rows of the plan, F).
-    """
-    launch: Any = _launch(config, num_ctas, interpret)
-    num_rows = _num_rows(x, spec, config)
-    return _products(x, _make_plan(routing, spec, num_rows, launch), w13, b13, spec, num_rows, launch)
 
 
 def _launch(config: GroupedGemmConfig, num_ctas: int | None, interpret: Any) -> dict[str, Any]:

@@ -293,10 +293,7 @@ def multiply_groups(
       (R, N) in lhs's dtype, accumulated in float32. Rows of other groups, or of none, are 0.
     """
     num_rows, num_groups = len(lhs), len(rhs)
-    # Rows that are not there have no group, whatever the sizes say: the kernel's stores are not checked.
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0), dtype=jnp.int32), num_rows)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    firsts = lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)
+    firsts = first_rows(group_sizes, group_offset, num_groups, num_rows)
     blocks = cut_groups(jnp.diff(firsts), firsts, config.BLOCK_M, num_rows)
     return multiply_blocks(
         Operands(
@@ -318,3 +315,13 @@ def multiply_groups(
         num_ctas=num_ctas or _mgpu.num_sms(),
         interpret=interpret,
     ).out
+
+
+def first_rows(
+    group_sizes: jax.Array, group_offset: jax.Array | int, num_groups: int, num_rows: int
+) -> jax.Array:
+    """(num_groups + 1,): the first row of each group from ``group_offset`` on, and the first after them."""
+    # Rows that are not there have no group, whatever the sizes say: the kernels' accesses are not checked.
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0), dtype=jnp.int32), num_rows)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    return lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)

@@ -279,6 +279,13 @@ def _kernel(*refs: Any, unflatten: Any, **statics: Any) -> None:
     launch.run(functools.partial(_produce, launch), functools.partial(_consume, launch))
 
 
+def supports(*columns: int) -> str | None:
+    """Say why operands of so many columns can't be multiplied; None if they can."""
+    if any(n % _RUN or n < _TILE_M for n in columns):
+        return f"needs multiples of {_RUN} from {_TILE_M} on as sizes of a matrix; got {columns}."
+    return None
+
+
 def weight_gradient(
     left: jax.Array,
     right: jax.Array,
@@ -314,7 +321,7 @@ def weight_gradient(
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     num_columns = left.shape[1], right.shape[1]
     assert stages < NUMBERS, stages
-    assert all(n % _RUN == 0 and n >= _TILE_M for n in num_columns), num_columns
+    assert (objection := supports(*num_columns)) is None, objection
     branches = 2 if is_interleaved else 1
     tile = _mgpu.operand_transforms(dtype)
     by_tma = sum(x is Rows.PLANNED for x in rows)
