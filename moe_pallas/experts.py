@@ -429,6 +429,12 @@ def _int32_in(values: jax.Array | np.ndarray, low: int, high: int) -> jax.Array:
     return jnp.asarray(xp.clip(values, low, high).astype(np.int32))
 
 
+def check_gradients(gradients: GradientConfig) -> None:
+    """Raise TypeError unless it is a `GradientConfig`."""
+    if not isinstance(gradients, GradientConfig):
+        raise TypeError(f"gradients is a GradientConfig; got {type(gradients).__name__}.")
+
+
 def _check_operands(
     x: jax.Array,
     w13: jax.Array | QTensor,
@@ -439,8 +445,7 @@ def _check_operands(
     gradients: GradientConfig,
 ) -> None:
     check_spec(spec)
-    if not isinstance(gradients, GradientConfig):
-        raise TypeError(f"gradients is a GradientConfig; got {type(gradients).__name__}.")
+    check_gradients(gradients)
     for name, operand in (("x", x), ("w13", w13), ("w2", w2)):
         check_array(name, operand)
     check_dtype("x", x.dtype.name)

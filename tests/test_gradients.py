@@ -343,6 +343,23 @@ def test_float32_gradients_of_weights(stand_ins: list[str]) -> None:
         loss("auto", masters, x, logits)
 
 
+def test_a_layer_hands_its_config_on(stand_ins: list[str]) -> None:
+    """Float32 parameters, computed in bfloat16, that get float32 gradients; products are saved."""
+    spec = dataclasses.replace(SPEC, expert_bias=False)
+    params, x = random_params(spec), random_tokens(spec, 20, dtype="bfloat16")
+    layer = MoE(
+        spec,
+        dtype=jnp.bfloat16,
+        backend="grouped_gemm",
+        gradients=GradientConfig(save="products", float32_weights=True),
+    )
+    got = jax.jit(jax.grad(lambda params: layer.apply(params, x).astype(jnp.float32).sum()))(params)
+    assert got["w13"].dtype == got["w2"].dtype == jnp.float32
+    assert "backward of saved" in stand_ins
+    with pytest.raises(TypeError, match="gradients is a GradientConfig"):
+        MoE(spec, gradients="products")
+
+
 def test_which_backward_pass() -> None:
     problem = Problem(spec=SPEC, num_tokens=4, dtype="bfloat16")
     for backend in ("swap_ab", "grouped_gemm"):
