@@ -80,8 +80,9 @@ def fused_moe(
       Products accumulate in float32; the activation's result is rounded to x's dtype between the two
       products; the sum over experts is in float32, rounded once. Bitwise repeatable. Shapes must be known
       when tracing: the symbolic sizes of ``jax.export`` are refused. Gradients are first-order reverse mode
-      (no ``jvp``, no gradient of a gradient). A kernel's backward pass needs the inputs alone, so that
-      ``jax.checkpoint`` runs no kernel twice; the portable backend's two products it may run once more.
+      (no ``jvp``, no gradient of a gradient). A kernel's backward pass needs the inputs alone, unless
+      ``gradients`` says otherwise, so that ``jax.checkpoint`` runs no kernel of the forward pass again; the
+      portable backend's two products it may. A call that is differentiated is routed by XLA.
 
       Quantised weights: what enters a product is rounded to FP8, from float32 at the second, by the rules of
       `moe_pallas.quant`. Gradients go straight through that rounding; quantised weights are frozen, their

@@ -31,6 +31,7 @@ from moe_pallas import (
     Routing,
     fused_experts,
     fused_moe,
+    route,
     select_backend,
     xla,
 )
@@ -89,10 +90,10 @@ INTERPRETED: dict[str, tuple[MoESpec, int, tuple[int, int | None], int]] = {
     "dropped ids, interleaved, biases, a clamp, a run past the end": (
         make_spec(gate_up="interleaved", expert_bias=True, intermediate_size=192, **CLAMPED), 9, (-1, 2), 2,
     ),
-    "weights on the input, biases, relu2": (
-        make_spec(weight_on="input", expert_bias=True, activation="relu2", num_experts=2), 5, (0, None), 1,
+    "weights on the input, biases, relu2, both consumers": (
+        make_spec(weight_on="input", expert_bias=True, activation="relu2", num_experts=1, top_k=1),
+        67, (0, None), 1,
     ),
-    "one hot expert": (make_spec(top_k=1, activation="silu"), 67, (1, 2), 1),
 }  # fmt: skip
 
 
@@ -358,6 +359,45 @@ def test_a_layer_hands_its_config_on(stand_ins: list[str]) -> None:
     assert "backward of saved" in stand_ins
     with pytest.raises(TypeError, match="gradients is a GradientConfig"):
         MoE(spec, gradients="products")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scoring": "sigmoid", "correction_bias": True, "num_expert_groups": 4, "top_k_groups": 2},
+        {"scoring": "softmax_after_topk"},
+        {"renormalize": False, "routed_scaling_factor": 2.5},
+    ],
+    ids=str,
+)
+def test_router_replay(options: dict[str, Any]) -> None:
+    """A recorded choice, replayed: the same weights and gradients; a changed router does not choose anew."""
+    spec = make_spec(num_experts=8, **options)
+    bias = jnp.linspace(0, 1, 8, dtype=jnp.float32) if spec.correction_bias else None
+    logits, other = (jnp.asarray(random_logits(9, 8, seed=seed)) for seed in range(2))
+    recorded = route(logits, spec, correction_bias=bias)
+
+    @jax.jit
+    def pull(logits: jax.Array, ids: jax.Array | None) -> Any:
+        weights, pull_back = jax.vjp(
+            lambda logits: route(logits, spec, correction_bias=bias, topk_ids=ids).topk_weights, logits
+        )
+        return weights, pull_back(jnp.cos(jnp.arange(18.0)).reshape(9, 2))
+
+    for one, again in zip(pull(logits, None), pull(logits, recorded.topk_ids), strict=True):
+        np.testing.assert_allclose(jnp.asarray(again), jnp.asarray(one), rtol=1e-6, atol=1e-8)
+    replayed = route(other, spec, correction_bias=bias, topk_ids=recorded.topk_ids)
+    np.testing.assert_array_equal(replayed.topk_ids, recorded.topk_ids)
+    assert np.asarray(replayed.topk_weights).all()
+    partly = route(other, spec, correction_bias=bias, topk_ids=recorded.topk_ids.at[0, 1].set(-1))
+    assert (partly.topk_ids[0, 1], partly.topk_weights[0, 1]) == (-1, 0)
+    if spec.renormalize:
+        np.testing.assert_allclose(partly.topk_weights[0, 0], spec.routed_scaling_factor, rtol=1e-5)
+    with pytest.raises(ValueError, match="need the logits' leading axes and top_k"):
+        route(logits, spec, correction_bias=bias, topk_ids=recorded.topk_ids[:3])
+    with pytest.raises(TypeError, match="topk_ids are integers"):
+        route(logits, spec, correction_bias=bias, topk_ids=recorded.topk_weights)
 
 
 def test_which_backward_pass() -> None:
