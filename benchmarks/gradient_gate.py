@@ -11,8 +11,9 @@ import numpy as np
 from benchmarks.cases import Cell
 
 Function = Callable[..., Any]
-# By whether the variant is ours, relative to the norm of a part of the truth. Of products rounded to bfloat16,
-# of their activation rounded once more and of a rounded result: up to 5e-3; JAX rounds in two more places.
+# By whether the variant is ours, relative to the norm of a part of the truth. Of products rounded to
+# bfloat16, of their activation rounded once more and of a rounded result: up to 5e-3; JAX rounds in two more
+# places.
 ERROR_ALLOWED = {True: 1e-2, False: 2e-2}
 _TOKENS_CHECKED, _FEATURES_CHECKED = 4, 4
 
