@@ -1,6 +1,7 @@
 """Benchmarks: what a layer costs, against roofs and baselines measured in the same run.
 
     python -m benchmarks.run        measure, print the table, write a result file      (run.py)
+    python -m benchmarks.train      forward and backward pass                           (train.py)
     python -m benchmarks.tune       find the kernels' fastest configurations            (tune.py, search.py)
     python -m benchmarks.fit        how far predicted times are off                     (fit.py)
     python -m benchmarks.gpu_check  correctness, stress and a short table, for authors  (gpu_check.py)

@@ -5,7 +5,7 @@ What a layer is made and called with. Types that are only returned are where the
 value, as ``weight_on="input"`` does, are in `moe_pallas.spec`.
 """
 
-from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
+from moe_pallas.configs.schema import GradientConfig, GroupedGemmConfig, SwapABConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts, fused_moe
 from moe_pallas.grouped import grouped_gemm
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "GateUp",
+    "GradientConfig",
     "GroupedGemmConfig",
     "MoE",
     "MoESpec",

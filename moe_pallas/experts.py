@@ -1,26 +1,30 @@
 """The public operations: `fused_moe` from router logits, `fused_experts` from a routing of the caller's.
 
 Inputs are checked here, once, the same for every backend; padding is cut off here, so that backends see
-only real tokens and dropped ids; then the oracle is asked. A kernel's gradients are the portable backend's.
+only real tokens and dropped ids; then the oracle is asked. Behind a kernel, gradients are kernels' too, but
+with quantised weights, where they are the portable backend's.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_pallas import xla
 from moe_pallas.configs.lookup import Config
+from moe_pallas.configs.schema import GradientConfig
 from moe_pallas.oracle import Selection, announce, select_backend
 from moe_pallas.quant import QTensor, check_qtensor
 from moe_pallas.routing import Routing, check_mask, check_router_inputs, drop_masked, route
 from moe_pallas.spec import FP8, MoESpec, Problem, check_array, check_dtype, check_spec
+
+_DEFAULT = GradientConfig()
 
 
 def fused_moe(
@@ -37,6 +41,7 @@ def fused_moe(
     num_tokens: jax.Array | int | None = None,
     backend: str = "auto",
     config: Config | None = None,
+    gradients: GradientConfig = _DEFAULT,
 ) -> jax.Array:
     """Route tokens and compute their experts: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
 
@@ -61,6 +66,7 @@ def fused_moe(
       backend: ``"auto"`` or a backend's name (see `select_backend`), which is then used or refused.
       config: How the backend's kernel is to cut the problem up, a `SwapABConfig` or
         `GroupedGemmConfig`; with ``"auto"`` it asks for its backend. None: see `select_backend`.
+      gradients: What a backward pass finds and gives, see `GradientConfig`.
 
     Returns:
       (..., D) in x's dtype.
@@ -74,8 +80,9 @@ def fused_moe(
       Products accumulate in float32; the activation's result is rounded to x's dtype between the two
       products; the sum over experts is in float32, rounded once. Bitwise repeatable. Shapes must be known
       when tracing: the symbolic sizes of ``jax.export`` are refused. Gradients are first-order reverse mode
-      (no ``jvp``, no gradient of a gradient). ``jax.checkpoint`` runs the two products of the forward pass
-      once more, unless its policy saves everything.
+      (no ``jvp``, no gradient of a gradient). A kernel's backward pass needs the inputs alone, unless
+      ``gradients`` says otherwise, so that ``jax.checkpoint`` runs no kernel of the forward pass again; the
+      portable backend's two products it may. A call that is differentiated is routed by XLA.
 
       Quantised weights: what enters a product is rounded to FP8, from float32 at the second, by the rules of
       `moe_pallas.quant`. Gradients go straight through that rounding; quantised weights are frozen, their
@@ -98,15 +105,19 @@ def fused_moe(
             f"x has tokens of shape {x.shape[:-1]}, router_logits of shape {router_logits.shape[:-1]}; "
             "need the same leading axes."
         )
-    _check_operands(x, w13, w2, b13, b2, spec)
+    _check_operands(x, w13, w2, b13, b2, spec, gradients)
     real = token_mask(x, mask, num_tokens)
     selection = _select(x, w13, spec, backend, config)
     if math.prod(x.shape[:-1]) == 0:
         return jnp.zeros(x.shape, x.dtype)
     if selection.backend != "xla":
         count = None if mask is not None else num_tokens
-        return _kernel_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection)
-    return _xla_moe(x, router_logits, w13, w2, b13, b2, correction_bias, real, spec)
+        return _kernel_moe(
+            x, router_logits, w13, w2, b13, b2, correction_bias, real, count, spec, selection, gradients
+        )
+    return _xla_moe(
+        x, router_logits, _in_dtype(w13, x), _in_dtype(w2, x), b13, b2, correction_bias, real, spec
+    )
 
 
 def fused_experts(
@@ -122,6 +133,7 @@ def fused_experts(
     num_tokens: jax.Array | int | None = None,
     backend: str = "auto",
     config: Config | None = None,
+    gradients: GradientConfig = _DEFAULT,
 ) -> jax.Array:
     """Compute the experts of a given routing: ``y[t] = Σ_k w[t, k] · f_{e[t, k]}(x[t])``.
 
@@ -139,6 +151,7 @@ def fused_experts(
       num_tokens: () int. Instead of mask: the first so many tokens are real.
       backend: ``"auto"`` or a backend's name.
       config: As in `fused_moe`.
+      gradients: Likewise.
 
     Returns:
       (..., D) in x's dtype; rows without any expert are exactly 0.
@@ -155,7 +168,7 @@ def fused_experts(
       >>> y.shape
       (1, 8)
     """
-    _check_operands(x, w13, w2, b13, b2, spec)
+    _check_operands(x, w13, w2, b13, b2, spec, gradients)
     _check_routing(x, routing, spec)
     mask = token_mask(x, mask, num_tokens)
     selection = _select(x, w13, spec, backend, config)
@@ -165,8 +178,13 @@ def fused_experts(
         _int32_in(routing.topk_ids, -1, spec.num_experts), jnp.asarray(routing.topk_weights, jnp.float32)
     )
     if selection.backend != "xla":
-        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
-    return _xla_experts(x, routing, w13, w2, b13, b2, mask, spec)
+        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection, gradients)
+    return _xla_experts(x, routing, _in_dtype(w13, x), _in_dtype(w2, x), b13, b2, mask, spec)
+
+
+def _in_dtype(weights: jax.Array | QTensor, x: jax.Array) -> jax.Array | QTensor:
+    """Cast float32 weights to x's dtype; those of that dtype, and quantised ones, stay as they are."""
+    return weights if isinstance(weights, QTensor) else weights.astype(x.dtype)
 
 
 def _select(
@@ -184,7 +202,7 @@ def _problem(x: jax.Array, w13: jax.Array | QTensor, spec: MoESpec) -> Problem:
         spec=spec,
         num_tokens=math.prod(x.shape[:-1]),
         dtype=x.dtype.name,
-        weight_dtype=w13.dtype.name,
+        weight_dtype=w13.dtype.name if isinstance(w13, QTensor) else x.dtype.name,  # that of the products
         quant="none" if scheme is None else scheme.name,
         activation_scales=None if scheme is None else scheme.activations,
     )
@@ -241,11 +259,12 @@ def _kernel_moe(
     count: jax.Array | int | None,
     spec: MoESpec,
     selection: Selection,
+    gradients: GradientConfig,
 ) -> jax.Array:
     backend, config = _kernels(selection)
     if not backend.routes(_problem(x, w13, spec), config):
         routing = _route_real(logits, correction_bias, mask, spec)
-        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection)
+        return _kernel_experts(x, routing, w13, w2, b13, b2, mask, spec, selection, gradients)
     # The kernel takes the count itself: no mask needs to be made for it.
     real = None if mask is None else mask.reshape(-1).astype(jnp.int32)
     if count is not None:
@@ -253,20 +272,27 @@ def _kernel_moe(
         # An int32 as it is, below 0 or not: clipping it would be a launch of its own.
         real = jnp.reshape(number if number.dtype == np.int32 else _int32_in(number, 0, 2**31 - 1), 1)
 
+    @jax.custom_batching.sequential_vmap
     def kernel(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
+        w13, w2 = _in_dtype(w13, x), _in_dtype(w2, x)
         return backend.fused_moe(
             x, logits, w13, w2, b13, b2, spec, config=config, correction_bias=bias, real=real
         )
 
-    def portable(
-        x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any
-    ) -> jax.Array:
+    def routed(x: Any, logits: Any, w13: Any, w2: Any, b13: Any, b2: Any, bias: Any, real: Any) -> jax.Array:
+        """The same, but routed by XLA, so that the router has its gradient."""
         is_real = None
         if real is not None:
             is_real = real != 0 if real.shape == x.shape[:1] and count is None else jnp.arange(len(x)) < real
-        return _xla_moe(x, logits, w13, w2, b13, b2, bias, is_real, spec)
+        routing = _route_real(logits, bias, is_real, spec)
+        return _kernel_experts(x, routing, w13, w2, b13, b2, is_real, spec, selection, gradients)
 
-    y = _with_gradient(kernel, portable)(_rows(x), _rows(logits), w13, w2, b13, b2, correction_bias, real)
+    @jax.custom_vjp
+    def run(*args: Any) -> jax.Array:
+        return xla.vary_like(kernel(*args), *jax.tree.leaves(args))  # Pallas loses track in shard_map
+
+    run.defvjp(lambda *args: jax.vjp(routed, *args), lambda pull_back, d_y: pull_back(d_y))
+    y = run(_rows(x), _rows(logits), w13, w2, b13, b2, correction_bias, real)
     return y.reshape(x.shape)
 
 
@@ -280,19 +306,85 @@ def _kernel_experts(
     mask: jax.Array | None,
     spec: MoESpec,
     selection: Selection,
+    gradients: GradientConfig,
 ) -> jax.Array:
-    backend, config = _kernels(selection)
     if mask is not None:
         routing = drop_masked(routing, mask)
+    args = _Args(_rows(x), Routing(*map(_rows, routing)), w13, w2, b13, b2)
+    return _differentiable(spec, selection, gradients)(args).reshape(x.shape)
 
-    def kernel(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
-        return backend.fused_experts(x, routing, w13, w2, b13, b2, spec, config=config)
 
-    def portable(x: Any, routing: Any, w13: Any, w2: Any, b13: Any, b2: Any) -> jax.Array:
-        return xla.fused_experts(x, routing, w13, w2, b13, b2, spec).astype(x.dtype)
+class _Args(NamedTuple):
+    """What the experts are differentiated by, and their ids."""
 
-    y = _with_gradient(kernel, portable)(_rows(x), Routing(*map(_rows, routing)), w13, w2, b13, b2)
-    return y.reshape(x.shape)
+    x: Any
+    routing: Any
+    w13: Any
+    w2: Any
+    b13: Any
+    b2: Any
+
+    def in_one_dtype(self) -> _Args:
+        return self._replace(w13=_in_dtype(self.w13, self.x), w2=_in_dtype(self.w2, self.x))
+
+
+def _differentiable(spec: MoESpec, selection: Selection, gradients: GradientConfig) -> Any:
+    """The selected kernel as a function of `_Args`, with its gradient; ``vmap`` calls it in turn."""
+    backend, config = _kernels(selection)
+    backward_config = selection.backward_config
+    saves = backward_config is not None and gradients.save == "products"
+
+    @jax.custom_batching.sequential_vmap
+    def compute(args: _Args) -> jax.Array:
+        return backend.fused_experts(*args.in_one_dtype(), spec, config=config)
+
+    @jax.custom_batching.sequential_vmap
+    def compute_and_save(args: _Args) -> tuple[jax.Array, jax.Array]:
+        from moe_pallas.kernels import grouped_gemm
+
+        assert backward_config is not None
+        return grouped_gemm.fused_experts(*args.in_one_dtype(), spec, config=backward_config, saves=True)
+
+    @jax.custom_batching.sequential_vmap
+    def pull_back(args: _Args, products: jax.Array | None, d_y: jax.Array) -> _Args:
+        from moe_pallas.kernels import gradients as kernels
+
+        assert backward_config is not None
+        given: Any = {"products": products, "weight_dtype": args.w13.dtype, "config": backward_config}
+        return _Args(*kernels.gradients(d_y, *args.in_one_dtype(), spec, **given))
+
+    @jax.custom_vjp
+    def run(args: _Args) -> jax.Array:
+        return xla.vary_like(compute(args), *jax.tree.leaves(args))  # Pallas loses track in shard_map
+
+    def forward(args: _Args) -> tuple[jax.Array, tuple[_Args, jax.Array | None]]:
+        if not saves:
+            return run(args), (args, None)
+        y, products = (xla.vary_like(made, *jax.tree.leaves(args)) for made in compute_and_save(args))
+        return y, (args, checkpoint_name(products, GradientConfig.PRODUCTS))
+
+    def backward(residuals: tuple[_Args, jax.Array | None], d_y: jax.Array) -> tuple[_Args]:
+        args, products = residuals
+        if backward_config is None:
+
+            def portable(args: _Args) -> jax.Array:
+                return xla.fused_experts(*args.in_one_dtype(), spec).astype(args.x.dtype)
+
+            return jax.vjp(portable, args)[1](d_y)
+        found = pull_back(args, products, d_y)
+
+        def like(gradient: jax.Array, primal: jax.Array) -> jax.Array:
+            gradient = xla.vary_like(gradient, d_y, *jax.tree.leaves(args))
+            return xla.like_primal(gradient.astype(primal.dtype), primal)
+
+        ids: Any = np.zeros(args.routing.topk_ids.shape, jax.dtypes.float0)
+        weights = like(found.routing, args.routing.topk_weights)
+        floats = args._replace(routing=None), found._replace(routing=None)
+        made = jax.tree.map(lambda primal, gradient: like(gradient, primal), *floats)
+        return (made._replace(routing=Routing(ids, weights)),)
+
+    run.defvjp(forward, backward)
+    return run
 
 
 def _kernels(selection: Selection) -> tuple[Any, Any]:
@@ -301,24 +393,6 @@ def _kernels(selection: Selection) -> tuple[Any, Any]:
 
     assert selection.config is not None, selection
     return {"swap_ab": swap_ab, "grouped_gemm": grouped_gemm}[selection.backend], selection.config
-
-
-def _with_gradient(kernel: Callable[..., jax.Array], portable: Callable[..., jax.Array]) -> Any:
-    """Give a kernel the gradient of a function that computes the same, and let ``vmap`` call it in turn."""
-    one_by_one = jax.custom_batching.sequential_vmap(kernel)
-
-    @jax.custom_vjp
-    def run(*args: Any) -> jax.Array:
-        return xla.vary_like(one_by_one(*args), *jax.tree.leaves(args))  # Pallas loses track in shard_map
-
-    def forward(*args: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-        return run(*args), args
-
-    def backward(args: tuple[Any, ...], cotangent: jax.Array) -> Any:
-        return jax.vjp(portable, *args)[1](cotangent)
-
-    run.defvjp(forward, backward)
-    return run
 
 
 def _rows(array: jax.Array) -> jax.Array:
@@ -356,6 +430,12 @@ def _int32_in(values: jax.Array | np.ndarray, low: int, high: int) -> jax.Array:
     return jnp.asarray(xp.clip(values, low, high).astype(np.int32))
 
 
+def check_gradients(gradients: GradientConfig) -> None:
+    """Raise TypeError unless it is a `GradientConfig`."""
+    if not isinstance(gradients, GradientConfig):
+        raise TypeError(f"gradients is a GradientConfig; got {type(gradients).__name__}.")
+
+
 def _check_operands(
     x: jax.Array,
     w13: jax.Array | QTensor,
@@ -363,8 +443,10 @@ def _check_operands(
     b13: jax.Array | None,
     b2: jax.Array | None,
     spec: MoESpec,
+    gradients: GradientConfig,
 ) -> None:
     check_spec(spec)
+    check_gradients(gradients)
     for name, operand in (("x", x), ("w13", w13), ("w2", w2)):
         check_array(name, operand)
     check_dtype("x", x.dtype.name)
@@ -397,6 +479,13 @@ def _check_operands(
                 f"{name} is {FP8} without scales; need a QTensor(values=…, scale=…, scheme=…), as quantize "
                 "and from_huggingface make it."
             )
+        if name in ("w13", "w2") and gradients.float32_weights:
+            if array.dtype != jnp.float32 or x.dtype == jnp.float32:
+                raise TypeError(
+                    "With float32_weights w13 and w2 are float32, and x is bfloat16 or float16; got "
+                    f"{name} in {array.dtype}, x in {x.dtype}."
+                )
+            continue
         if name in ("w13", "w2") and array.dtype != x.dtype:
             raise TypeError(
                 f"{name} is {array.dtype}, x is {x.dtype}; need one dtype. Cast the weights once, at load: "

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moe_pallas import layers
 from moe_pallas.configs.lookup import Config
+from moe_pallas.configs.schema import GradientConfig
 from moe_pallas.layers import Initializer, MoEAux, Params
 from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
@@ -57,6 +58,7 @@ class MoE(nn.Module):
       with_partitioning: What wraps an initialiser with the names of ``partitioning``: for logical axis names
         ``nn.with_logical_partitioning``.
       sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
+      gradients: What a backward pass finds and gives, see `moe_pallas.GradientConfig`.
 
     Raises:
       ValueError: ``partitioning`` names a parameter that the layer does not have.
@@ -84,6 +86,7 @@ class MoE(nn.Module):
     partitioning: Partitioning | None = None
     with_partitioning: Callable[..., Any] = nn.with_partitioning
     sharding: Sharding | None = None
+    gradients: GradientConfig = layers.MoE.gradients
 
     def __post_init__(self) -> None:
         if self.partitioning is None and self.sharding is not None:
@@ -110,6 +113,7 @@ class MoE(nn.Module):
             config=self.config,
             kernel_init=_plain(self.kernel_init),
             sharding=self.sharding,
+            gradients=self.gradients,
         )
 
     @overload

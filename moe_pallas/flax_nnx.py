@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from moe_pallas import layers
 from moe_pallas.configs.lookup import Config
+from moe_pallas.configs.schema import GradientConfig
 from moe_pallas.layers import Initializer, MoEAux
 from moe_pallas.sharding import Sharding
 from moe_pallas.spec import MoESpec
@@ -57,6 +58,7 @@ class MoE(nnx.Module):
         the variable, by which Flax places it in the mesh at once (see ``nnx.use_eager_sharding``) and which
         ``nnx.get_partition_spec`` reports. A name that is not in it: no metadata. None: that of ``sharding``.
       sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
+      gradients: What a backward pass finds and gives, see `moe_pallas.GradientConfig`.
       rngs: Each parameter takes one key of ``rngs.params``.
 
     Raises:
@@ -97,6 +99,7 @@ class MoE(nnx.Module):
         kernel_init: Initializer = layers.MoE.kernel_init,
         partitioning: Partitioning | None = None,
         sharding: Sharding | None = None,
+        gradients: GradientConfig = layers.MoE.gradients,
         rngs: nnx.Rngs,
     ) -> None:
         self.spec = spec
@@ -105,6 +108,7 @@ class MoE(nnx.Module):
         self.backend = backend
         self.config = config
         self.sharding = sharding
+        self.gradients = gradients
 
         metadata: dict[str, Any] = {}
         if partitioning is None and sharding is not None:
@@ -136,6 +140,7 @@ class MoE(nnx.Module):
             backend=self.backend,
             config=self.config,
             sharding=self.sharding,
+            gradients=self.gradients,
         )
 
     @overload

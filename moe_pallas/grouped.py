@@ -118,8 +118,40 @@ def _with_kernel_bwd(
     lhs, rhs, group_sizes, first = residuals
     # For the rows the same product, with the other axis summed over.
     d_lhs = _with_kernel(d_out, rhs, group_sizes, first, not transpose_rhs)
-    (d_rhs,) = jax.vjp(lambda rhs: _portable(lhs, rhs, group_sizes, first, transpose_rhs), rhs)[1](d_out)
-    return d_lhs, d_rhs, None, None
+    return d_lhs, _d_matrices(lhs, rhs, group_sizes, first, transpose_rhs, d_out), None, None
+
+
+def _d_matrices(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    first: jax.Array,
+    transpose_rhs: bool,
+    d_out: jax.Array,
+) -> jax.Array:
+    """The gradient of rhs: a product over each group's rows, by a kernel where it can."""
+    from moe_pallas.configs.schema import GroupedGemmConfig
+    from moe_pallas.kernels import _mgpu, grouped_gemm
+    from moe_pallas.kernels.weight_gradient import Groups, Rows, supports, weight_gradient
+
+    if supports(lhs.shape[1], d_out.shape[1]):
+        (d_rhs,) = jax.vjp(lambda rhs: _portable(lhs, rhs, group_sizes, first, transpose_rhs), rhs)[1](d_out)
+        return d_rhs
+
+    @jax.custom_batching.sequential_vmap
+    def multiply(lhs: jax.Array, d_out: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+        firsts = grouped_gemm.first_rows(sizes, first, len(rhs), len(lhs))
+        return weight_gradient(
+            *((d_out, lhs) if transpose_rhs else (lhs, d_out)),
+            Groups(firsts[:-1], firsts[:-1], jnp.diff(firsts)),
+            (Rows.SORTED, Rows.SORTED),
+            name="weight_gradient",
+            config=GroupedGemmConfig(),
+            num_ctas=_mgpu.num_sms(),
+        )
+
+    d_rhs = xla.vary_like(multiply(lhs, d_out, group_sizes, first), lhs, rhs, group_sizes, d_out)
+    return xla.like_primal(d_rhs, rhs)
 
 
 _with_kernel.defvjp(_with_kernel_fwd, _with_kernel_bwd)

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from moe_pallas.activations import activate
 from moe_pallas.configs.lookup import Config
-from moe_pallas.experts import fused_moe, token_mask
+from moe_pallas.configs.schema import GradientConfig
+from moe_pallas.experts import check_gradients, fused_moe, token_mask
 from moe_pallas.oracle import Explanation, Selection, explain, resolve_backend, select_backend
 from moe_pallas.quant import QTensor, check_qtensor, dequantize, round_activations, scale_of_x
 from moe_pallas.routing import (
@@ -32,6 +33,7 @@ from moe_pallas.spec import ActivationScales, MoESpec, Problem, check_array, che
 Params = Mapping[str, Any]  # of jax.Array, or QTensor where it is an expert's matrix
 Initializer = Callable[..., jax.Array]
 
+_DEFAULT_GRADIENTS = GradientConfig()
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _EXPERT_MATRICES = ("w13", "w2", "shared_w13", "shared_w2", "shared_gate")
 _QUANTISABLE = ("w13", "w2", "shared_w13", "shared_w2")
@@ -74,6 +76,8 @@ class MoE:
       kernel_init: A JAX or Flax initialiser, called as ``kernel_init(key, (fan_in, fan_out), dtype)`` for
         each matrix by itself (each expert its own); biases start at 0.
       sharding: How the layer lies on several devices, see `moe_pallas.Sharding`; None: on one.
+      gradients: What a backward pass finds and gives, see `moe_pallas.GradientConfig`. With its
+        ``float32_weights`` and a ``dtype`` of 16 bits, gradients of float32 experts are not rounded to it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -93,10 +97,12 @@ class MoE:
     config: Config | None = None
     kernel_init: Initializer = _LECUN_NORMAL
     sharding: Sharding | None = None
+    gradients: GradientConfig = _DEFAULT_GRADIENTS
 
     def __post_init__(self) -> None:
         check_spec(self.spec)
         resolve_backend(self.backend, self.config)
+        check_gradients(self.gradients)
         check_dtype("MoE.param_dtype", jnp.dtype(self.param_dtype).name)
         if self.dtype is not None:
             check_dtype("MoE.dtype", jnp.dtype(self.dtype).name)
@@ -189,7 +195,7 @@ class MoE:
         if mask is not None:
             x = jnp.where(mask[..., None], x, 0)
         dtype = x.dtype if self.dtype is None else self.dtype
-        cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
+        cast = self._cast(params, dtype)
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
         inputs = x.astype(dtype)
@@ -206,6 +212,7 @@ class MoE:
             **({"mask": mask} if num_tokens is None else {"num_tokens": num_tokens}),
             backend=self.backend,
             config=self.config,
+            gradients=self.gradients,
         )
         if spec.shared_intermediate_size:
             with jax.named_scope("shared_expert"):
@@ -235,6 +242,12 @@ class MoE:
             spec, num_tokens = self.sharding.seen_by_experts(spec, num_tokens)
         return Problem(spec=spec, num_tokens=num_tokens, dtype=name, quant=quant)
 
+    def _cast(self, params: Params, dtype: Any) -> dict[str, Any]:
+        """The experts' matrices in the dtype of the computation; some are cast by who multiplies them."""
+        kept = ("w13", "w2") if self.gradients.float32_weights else ()
+        names = [name for name in _EXPERT_MATRICES if name in params]
+        return {name: params[name] if name in kept else _cast(params[name], dtype) for name in names}
+
     def _apply_sharded(
         self, sharding: Sharding, params: Params, x: jax.Array, mask: jax.Array | None, return_aux: bool
     ) -> jax.Array | tuple[jax.Array, MoEAux]:
@@ -261,7 +274,7 @@ class MoE:
         dtype = x.dtype if self.dtype is None else self.dtype
         if mask is not None:
             x = jnp.where(mask[:, None], x, 0)
-        cast = {name: _cast(params[name], dtype) for name in _EXPERT_MATRICES if name in params}
+        cast = self._cast(params, dtype)
         experts: dict[str, Any] = {name: cast.get(name, params[name]) for name in _ROUTED if name in params}
         with jax.named_scope("router"):
             logits = _router_logits(params, x)
@@ -277,6 +290,7 @@ class MoE:
                 mask=mask,
                 backend=self.backend,
                 config=self.config,
+                gradients=self.gradients,
             )
         else:
             quant = cast["w13"].scheme.name if isinstance(cast["w13"], QTensor) else "none"
@@ -289,7 +303,8 @@ class MoE:
                     routing = drop_masked(routing, mask)
             if sums:  # here, so that gradients are summed here: once, for a shard's own tokens
                 inputs, routing = lax.pcast((inputs, routing), sums, to="varying")
-            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, backend, self.config)
+            options = backend, self.config, self.gradients
+            y = routed_experts(sharding, strategy, inputs, routing, experts, spec, *options)
         is_split = bool(sharding.shared_axes(spec))
         if sums and not is_split:
             y = lax.psum(y, sums)

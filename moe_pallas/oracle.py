@@ -19,6 +19,7 @@ from moe_pallas.configs.collectives import STRATEGIES, Layout, collectives, move
 from moe_pallas.configs.heuristics import active_experts
 from moe_pallas.configs.lookup import CONFIGS, EXPLICIT, Config, configure
 from moe_pallas.configs.predict import CONSTANTS, predicted_us
+from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.spec import FP8, DeviceInfo, MoESpec, Problem
 
@@ -39,6 +40,9 @@ class Selection:
       source: Where ``config`` came from: ``"explicit"``, ``"table entry"``, ``"neighbour in the table"`` or
         ``"cost model"``.
       device: The device that it was chosen for.
+      backward: What computes gradients: ``"grouped_gemm"``, or ``"xla"``, the portable backend.
+      backward_reason: Why that.
+      backward_config: How the kernels of a backward pass cut the problem up; None if there are none.
     """
 
     backend: str
@@ -46,6 +50,9 @@ class Selection:
     config: Config | None = None
     source: str | None = None
     device: DeviceInfo
+    backward: str = "xla"
+    backward_reason: str = "the forward pass is portable"
+    backward_config: GroupedGemmConfig | None = None
 
 
 def select_backend(
@@ -93,11 +100,11 @@ def select_backend(
         if kernel.objection:
             hint = "backend='xla', or 'auto'." if config is None else "another config, or none."
             raise UnsupportedError(backend, kernel.objection, hint)
-        return kernel.selection(backend, _ASKED_FOR, device)
+        return kernel.selection(backend, _ASKED_FOR, device, _backward(problem, kernels))
     objections = []
     for name, reason in _REASONS.items():
         if kernels[name].objection is None:
-            return kernels[name].selection(name, reason, device)
+            return kernels[name].selection(name, reason, device, _backward(problem, kernels))
         objections.append(f"{name}: {kernels[name].objection}")
     return Selection(backend="xla", reason=" ".join(objections), device=device)
 
@@ -118,10 +125,31 @@ class _Kernel(NamedTuple):
     source: str
     objection: str | None
 
-    def selection(self, backend: str, reason: str, device: DeviceInfo) -> Selection:
+    def selection(
+        self, backend: str, reason: str, device: DeviceInfo, backward: tuple[str, str, Any]
+    ) -> Selection:
+        name, why, config = backward
         return Selection(
-            backend=backend, reason=reason, config=self.config, source=self.source, device=device
+            backend=backend,
+            reason=reason,
+            config=self.config,
+            source=self.source,
+            device=device,
+            backward=name,
+            backward_reason=why,
+            backward_config=config,
         )
+
+
+def _backward(problem: Problem, kernels: dict[str, _Kernel]) -> tuple[str, str, GroupedGemmConfig | None]:
+    """What computes gradients behind a kernel, why, and its configuration."""
+    if problem.quant != "none":
+        return "xla", "quantised weights are frozen", None
+    kernel = kernels["grouped_gemm"]
+    assert isinstance(kernel.config, GroupedGemmConfig)
+    if kernel.objection is not None:
+        return "xla", f"grouped_gemm {kernel.objection}", None
+    return "grouped_gemm", "the same tiles, whatever the forward pass is", kernel.config
 
 
 def _kernels(
@@ -208,6 +236,7 @@ class Explanation:
             workspace = _size(self.workspace_bytes or 0)
             lines.append(f"{self.selection.config}, {_FROM[self.selection.source or '']}")
             lines.append(f"{self.smem_bytes} bytes of shared memory a CTA, {workspace} of workspace")
+            lines.append(f"gradients by {self.selection.backward}: {self.selection.backward_reason}")
         predicted, floor = (
             "unknown" if time is None else f"{time:.1f} us" for time in (self.predicted_us, self.floor_us)
         )

@@ -39,7 +39,13 @@ class Routing(NamedTuple):
     topk_weights: jax.Array
 
 
-def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None = None) -> Routing:
+def route(
+    logits: jax.Array,
+    spec: MoESpec,
+    *,
+    correction_bias: jax.Array | None = None,
+    topk_ids: jax.Array | None = None,
+) -> Routing:
     """Choose ``top_k`` experts for each token.
 
     score = softmax(logits) or sigmoid(logits); choice = logits, or score + correction_bias where there is
@@ -53,9 +59,11 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
         float32.
       spec: The layer.
       correction_bias: (E,) float, finite. Needed exactly when ``spec.correction_bias``.
+      topk_ids: (..., top_k) integers. Replay: the choice of another pass, which is not made again, whatever
+        logits, biases and groups are now; only weights are. Ids outside [0, E) are dropped: -1, weight 0.
 
     Returns:
-      `Routing`, ids in descending order of choice.
+      `Routing`, ids in descending order of choice, or as they were given.
 
     Raises:
       ValueError: Shapes that disagree with ``spec``, or a correction bias missing or not expected.
@@ -81,14 +89,35 @@ def route(logits: jax.Array, spec: MoESpec, *, correction_bias: jax.Array | None
     scores = logits if spec.scoring is Scoring.SOFTMAX_AFTER_TOPK else _scores(logits, spec)
     choice = logits if correction_bias is None else scores + correction_bias.astype(jnp.float32)
     choice = jnp.where(jnp.isneginf(logits), -jnp.inf, choice)
+    some_included = jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
+    if topk_ids is not None:
+        is_valid, ids = _valid_ids(topk_ids, logits, spec)
+        chosen = jnp.take_along_axis(lax.stop_gradient(choice), ids, axis=-1)
+        chosen = jnp.where(is_valid, chosen, -jnp.inf)
+        weights = _weights(jnp.take_along_axis(scores, ids, axis=-1), chosen, spec)
+        weights = jnp.where(is_valid, jnp.where(some_included, weights, jnp.nan), 0.0)
+        return Routing(jnp.where(is_valid, ids, -1), weights)
     if spec.num_expert_groups > 1:
         ranked = jnp.where(jnp.isneginf(logits), -jnp.inf, scores if correction_bias is None else choice)
         choice = jnp.where(_in_best_groups(ranked, spec), choice, -jnp.inf)
     choice = jnp.where(choice == 0, 0.0, choice)  # -0 and 0 are a tie; top_k tells them apart
     chosen, ids = lax.top_k(lax.stop_gradient(choice), spec.top_k)
     weights = _weights(jnp.take_along_axis(scores, ids, axis=-1), chosen, spec)
-    some_included = jnp.any(logits > -jnp.inf, axis=-1, keepdims=True)
     return Routing(ids.astype(jnp.int32), jnp.where(some_included, weights, jnp.nan))
+
+
+def _valid_ids(topk_ids: jax.Array, logits: jax.Array, spec: MoESpec) -> tuple[jax.Array, jax.Array]:
+    """Check ids against logits; which are in [0, E), and int32 ids with 0 for the others."""
+    check_array("topk_ids", topk_ids)
+    need = (*logits.shape[:-1], spec.top_k)
+    if topk_ids.shape != need:
+        raise ValueError(
+            f"topk_ids has shape {topk_ids.shape}; need the logits' leading axes and top_k: {need}."
+        )
+    if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
+        raise TypeError(f"topk_ids are integers (-1 = dropped); got {topk_ids.dtype}.")
+    is_valid = (topk_ids >= 0) & (topk_ids < spec.num_experts)
+    return is_valid, jnp.where(is_valid, topk_ids, 0).astype(jnp.int32)
 
 
 def check_router_inputs(logits: jax.Array, spec: MoESpec, correction_bias: jax.Array | None) -> None:

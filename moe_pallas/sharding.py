@@ -44,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 from moe_pallas import xla
 from moe_pallas.configs.collectives import STRATEGIES, Layout
 from moe_pallas.configs.lookup import Config
+from moe_pallas.configs.schema import GradientConfig
 from moe_pallas.errors import UnsupportedError
 from moe_pallas.experts import fused_experts
 from moe_pallas.oracle import StrategySelection, current_device, select_strategy
@@ -323,6 +324,7 @@ def routed_experts(
     spec: MoESpec,
     backend: str,
     config: Config | None,
+    gradients: GradientConfig,
 ) -> jax.Array:
     """Compute the routed experts of this shard's tokens, up to a sum over ``sharding.sum_axes``.
 
@@ -335,12 +337,19 @@ def routed_experts(
       spec: The whole layer.
       backend: Of the local experts.
       config: Of its kernel, or None.
+      gradients: As in `fused_experts`.
 
     Returns:
       (T, D) in x's dtype.
     """
     local = functools.partial(
-        _local_experts, sharding, experts=experts, spec=spec, backend=backend, config=config
+        _local_experts,
+        sharding,
+        experts=experts,
+        spec=spec,
+        backend=backend,
+        config=config,
+        gradients=gradients,
     )
     axis = sharding.expert
     if not sharding.tokens_over_experts or sharding.size(axis) == 1:
@@ -362,6 +371,7 @@ def _local_experts(
     spec: MoESpec,
     backend: str,
     config: Config | None,
+    gradients: GradientConfig,
 ) -> jax.Array:
     """The experts that are here, of whatever tokens; ids of the others are dropped."""
     shards, tensor = sharding.size(sharding.expert), sharding.size(sharding.tensor)
@@ -388,6 +398,7 @@ def _local_experts(
         b2=b2,
         backend=backend,
         config=config,
+        gradients=gradients,
     )
 
 

@@ -144,11 +144,11 @@ def _grouped_matmul_bwd(
     d_out = d_out.astype(rows.dtype)
     d_rows = _rows_by_group(d_out, weights, group_sizes, contract=1)
     if isinstance(weights, QTensor):
-        return _like_primal(d_rows.astype(rows.dtype), rows), None, None
+        return like_primal(d_rows.astype(rows.dtype), rows), None, None
     d_weights = _weights_by_group(d_out, rows, group_sizes)
     return (
-        _like_primal(d_rows.astype(rows.dtype), rows),
-        _like_primal(d_weights.astype(weights.dtype), weights),
+        like_primal(d_rows.astype(rows.dtype), rows),
+        like_primal(d_weights.astype(weights.dtype), weights),
         None,
     )
 
@@ -182,12 +182,12 @@ def _zeros(shape: tuple[int, ...], *operands: jax.Array) -> jax.Array:
 
 
 def vary_like(array: jax.Array, *operands: jax.Array) -> jax.Array:
-    """Make an array that varies over no mesh axis vary over those that any operand varies over."""
-    axes = frozenset[str]().union(*map(_varying_axes, operands))
+    """Make an array vary over all mesh axes that any operand varies over."""
+    axes = frozenset[str]().union(*map(_varying_axes, operands)) - _varying_axes(array)
     return lax.pcast(array, tuple(axes), to="varying") if axes else array
 
 
-def _like_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+def like_primal(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
     """Inside ``shard_map``: sum a cotangent over the mesh axes that its primal is replicated over."""
     axes = _varying_axes(cotangent) - _varying_axes(primal)
     return lax.psum(cotangent, tuple(axes)) if axes else cotangent
@@ -339,7 +339,7 @@ def _dispatch_bwd(top_k: int, residuals: tuple[jax.Array, Plan], d_rows: jax.Arr
     x, plan = residuals  # of x only its type is used
     # A token's rows are fetched and summed in slot order: no scatter-add.
     d_slots = d_rows[plan.row_of_slot].reshape(-1, top_k, d_rows.shape[-1])
-    return _like_primal(d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), x), None
+    return like_primal(d_slots.astype(jnp.float32).sum(1).astype(d_rows.dtype), x), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

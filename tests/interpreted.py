@@ -11,22 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from numpy.typing import NDArray
 
 from moe_pallas import MoESpec, Routing
 
 
 @functools.cache
-def interpreted(function: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+def interpreted(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """The function with these options, in the interpreter: one program, where without it each step is one."""
     races = plgpu.InterpretGPUParams(detect_races=True)
     return jax.jit(functools.partial(function, **options, interpret=races))
 
 
-def without_races(program: Callable[..., jax.Array], *args: Any) -> NDArray:
-    """What the program returns, or AssertionError if the interpreter reports a race."""
+def without_races(program: Callable[..., Any], *args: Any) -> Any:
+    """What the program returns, as NumPy arrays, or AssertionError if the interpreter reports a race."""
     with contextlib.redirect_stdout(io.StringIO()) as said, jax.default_device(jax.devices("cpu")[0]):
-        result = np.asarray(program(*args))
+        result = jax.tree.map(np.asarray, program(*args))
     assert "RACE" not in said.getvalue(), said.getvalue()
     return result
 

@@ -24,7 +24,7 @@ from moe_pallas import MoE, MoESpec, Problem, Routing, fused_moe, grouped, quant
 from moe_pallas.aot import toolchain
 from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
 from moe_pallas.configs.schema import GroupedGemmConfig, SwapABConfig
-from moe_pallas.kernels import grouped_gemm, swap_ab
+from moe_pallas.kernels import gradients, grouped_gemm, swap_ab
 from moe_pallas.oracle import assume_device
 from moe_pallas.spec import H200
 
@@ -312,6 +312,43 @@ def fp8_case(model: str, num_tokens: int, name: str, backend: str) -> aot.Case:
     )
 
 
+def pull_back(*args: jax.Array, spec: MoESpec, weight_dtype: Any) -> gradients.Gradients:
+    d_y, x, ids, weights, w13, w2, *rest = args
+    b13, b2 = rest[:2] if spec.expert_bias else (None, None)
+    given = {"products": rest[-1] if len(rest) % 2 else None, "weight_dtype": weight_dtype}
+    config = GroupedGemmConfig()
+    return gradients.gradients(d_y, x, Routing(ids, weights), w13, w2, b13, b2, spec, config=config, **given)
+
+
+def gradients_case(
+    name: str, spec: MoESpec, num_tokens: int, *, saved: bool = False, weight_dtype: Any = None
+) -> aot.Case:
+    """A backward pass: eight launches and some integers; four more for biases.
+
+    Temporary memory: products and their gradients, h and the slots, at most three of them at once.
+    """
+    forward = grouped_gemm_case("", spec, num_tokens)
+    problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")
+    rows, wide = GroupedGemmConfig().max_rows(problem), spec.param_shapes["w13"][1]
+    products = shapes((rows, wide), dtype=jnp.bfloat16) if saved else ()
+    held = max(2 * wide + spec.intermediate_size, wide + spec.intermediate_size + spec.hidden_size)
+    kernels = ["plan_count", "plan_place", *([] if saved else ["grouped_gemm_up"]), "grouped_gemm_back"]
+    kernels += ["grouped_gemm_back_x", "combine_slots", "weight_gradient_13", "weight_gradient_2"]
+    kernels += ["sum_groups"] * 4 if spec.expert_bias else []
+    return replace(
+        forward,
+        name=f"gradients-{name}-{num_tokens}",
+        function=functools.partial(
+            on_h200, functools.partial(pull_back, spec=spec, weight_dtype=weight_dtype)
+        ),
+        args=(forward.args[0], *forward.args, *products),
+        kernels=tuple(kernels),
+        in_any_order=True,
+        max_launches=len(kernels) + (14 if spec.expert_bias else 6),
+        max_temp_bytes=2 * rows * held + 128 * rows + 50_000_000 * spec.expert_bias,
+    )
+
+
 QWEN3_30B = MoESpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768)
 
 CASES = [
@@ -364,6 +401,21 @@ CASES = [
     *(grouped_gemm_layer_case(model, 8192) for model in MODELS),
     grouped_gemm_layer_case("qwen3-30b-a3b", 512),
     grouped_gemm_layer_case("qwen3-30b-a3b", 65536),
+    gradients_case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], 16384),
+    gradients_case("mixtral-8x7b", MODELS["mixtral-8x7b"], 32768, saved=True, weight_dtype=jnp.float32),
+    gradients_case("gpt-oss-120b", MODELS["gpt-oss-120b"], 4096),
+    gradients_case(
+        "relu2-odd",
+        replace(
+            QWEN3_30B,
+            expert_bias=True,
+            activation="relu2",
+            weight_on="input",
+            intermediate_size=704,
+            hidden_size=1088,
+        ),
+        300,
+    ),
     groups_case(True),
     groups_case(False),
     fp8_case("qwen3-30b-a3b", 1, "tensor-static", "swap_ab"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from benchmarks import cases, gpu_check, kernel_times, results, roofline, run, tables, timing
+from benchmarks import cases, gpu_check, gradient_gate, kernel_times, results, roofline, run, tables, timing
 from benchmarks.cases import Cell
 from benchmarks.inputs import Inputs
 from benchmarks.session import Options
@@ -816,3 +817,21 @@ def test_gpu_check_correctness_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_check, "_layer", layer)
     with pytest.raises(AssertionError, match="off by more than"):
         gpu_check.correctness("tiny", gpu_check.parse(["--tiny"]))
+
+
+def test_training_gradients_are_checked() -> None:
+    """The truth of `benchmarks.gradient_gate` is JAX's gradient, and a gradient that is off is seen."""
+    cell = Cell(case="tiny", spec=TINY, tokens=8, dtype="float32")
+    inputs = Inputs([cell], [1.0], 1, 0)
+    x = jnp.asarray(inputs.tokens)
+    arrays = (x, jnp.asarray(cell.logits), *inputs.weights[0], jnp.cos(x))
+    truth = gradient_gate.Truth(cell, arrays)
+    layer = functools.partial(fused_moe, spec=cell.spec, backend="xla")
+    found = gradient_gate.step_of(layer, "train_test")(*arrays)[1:]
+    errors = truth.errors(found, is_transposed=False)
+    assert set(errors) == {"x", "logits", "w13", "w2"}
+    assert max(errors.values()) < 1e-5
+    turned = (*found[:2], found[2].mT, found[3].mT)
+    assert truth.errors(turned, is_transposed=True) == errors
+    wrong = [g.at[..., -1].add(0.1 * jnp.abs(g).max()) if i != 1 else 1.05 * g for i, g in enumerate(found)]
+    assert min(truth.errors(wrong, is_transposed=False).values()) > max(gradient_gate.ERROR_ALLOWED.values())

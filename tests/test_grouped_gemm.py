@@ -21,7 +21,17 @@ from failure_cases import assert_same_bits, experts_of
 from interpreted import interpreted, make_routing, without_races
 from numpy.typing import NDArray
 
-from moe_pallas import MoESpec, Problem, Routing, UnsupportedError, fused_experts, fused_moe, reference, xla
+from moe_pallas import (
+    GradientConfig,
+    MoESpec,
+    Problem,
+    Routing,
+    UnsupportedError,
+    fused_experts,
+    fused_moe,
+    reference,
+    xla,
+)
 from moe_pallas import grouped_gemm as public_grouped_gemm
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import grouped_gemm
@@ -250,7 +260,7 @@ def test_groups_are_lowered(transpose_rhs: bool) -> None:
     args = (*grouped_inputs((5, 6, 0), 40, 2, 128, 192, transpose_rhs), jnp.int32(1))
     loss = functools.partial(groups_loss, "grouped_gemm", transpose_rhs)
     assert count_launches(loss, *args) == 1
-    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1)), *args) == 2
+    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1)), *args) == 3
     assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 1
     odd = (*grouped_inputs((5, 6, 0), 40, 2, 128, 96, transpose_rhs), jnp.int32(1))
     assert count_launches(functools.partial(groups_loss, "auto", transpose_rhs), *odd) == 0
@@ -295,12 +305,19 @@ def layer_inputs(num_tokens: int) -> tuple[jax.Array, ...]:
 
 
 def test_layers_are_lowered() -> None:
-    """Five launches, of the gradient's forward pass too."""
+    """Five launches, and eight of a backward pass, which needs nothing of the forward pass but its inputs."""
     args = layer_inputs(300)
     loss = functools.partial(layer_loss, "grouped_gemm")
     assert count_launches(loss, *args) == 5
-    assert count_launches(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), *args) == 5
-    assert count_launches(jax.checkpoint(loss), *args) == 5
+    argnums = (0, 1, 2, 3)
+    assert count_launches(jax.value_and_grad(loss, argnums), *args) == 5 + 8
+    assert count_launches(jax.grad(loss, argnums), *args) == 8
+    assert count_launches(jax.value_and_grad(jax.checkpoint(loss), argnums), *args) == 5 + 8
+    # Products that are saved are not made again, if the policy saves them too.
+    saves = functools.partial(loss, gradients=GradientConfig(save="products"))
+    by_name = jax.checkpoint_policies.save_only_these_names(GradientConfig.PRODUCTS)
+    assert count_launches(jax.value_and_grad(saves, argnums), *args) == 5 + 7
+    assert count_launches(jax.value_and_grad(jax.checkpoint(saves, policy=by_name), argnums), *args) == 5 + 7
     assert count_launches(jax.vmap(loss), *jax.tree.map(lambda x: jnp.stack([x] * 2), args)) == 5
     mask = jnp.arange(300) % 3 == 0
     assert count_launches(lambda mask, *args: loss(*args, mask=mask), mask, *args) == 5

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.cases import MODELS
 from moe_pallas import MoE, MoESpec, Problem, UnsupportedError, explain, fused_moe, select_backend
 from moe_pallas.configs.heuristics import default_grouped_gemm, default_swap_ab
-from moe_pallas.configs.schema import SMEM_BYTES, SwapABConfig
+from moe_pallas.configs.schema import SMEM_BYTES, GroupedGemmConfig, SwapABConfig
 from moe_pallas.oracle import BACKENDS, PORTABLE_BACKENDS, Selection, assume_device, current_device
 from moe_pallas.spec import H200, DeviceInfo
 
@@ -82,6 +82,8 @@ def test_explain_agrees_and_gives_reasons() -> None:
             text = str(why)
             assert text.startswith(f"{why.selection.backend} serves T={problem.num_tokens}, E=8")
             assert all(f"not {name}: {reason}" in text for name, reason in why.rejected)
+            if why.selection.backend != "xla":
+                assert f"gradients by {why.selection.backward}: {why.selection.backward_reason}" in text
     with pytest.raises(UnsupportedError, match="float32"):
         explain(make_problem(dtype="float32"), "swap_ab", device=H200)
 
@@ -179,6 +181,7 @@ def test_portable_backends_are_backends() -> None:
 def test_selection_is_a_value() -> None:
     one, other = (select_backend(make_problem(), device=H200) for _ in range(2))
     assert one == other and hash(one) == hash(other)
+    assert isinstance(one.backward_config, GroupedGemmConfig)
     assert eval(repr(one)) == one
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.backend = "xla"

@@ -334,3 +334,36 @@ class GroupedGemmConfig:
         if problem.quant != "none":
             results, scales = results // 2, -(-self.num_stages * 4 * (self.BLOCK_M + 2) // 1024) * 1024
         return self.num_stages * rows * 128 + results + scales + 3 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientConfig:
+    """What the kernels' backward pass finds, and what it gives.
+
+    Args:
+      save: ``"inputs"``: a forward pass that is differentiated keeps its inputs, and the products of x and
+        w13 are computed once more in the backward pass, a sixth of all products of a step.
+        ``"products"``: it keeps those too, T * top_k * 2F numbers of x's dtype, under the name
+        ``"moe_products"``, which policies of ``jax.checkpoint`` can go by. The portable backend keeps what
+        JAX's differentiation keeps.
+      float32_weights: w13 and w2 are float32 while x is bfloat16 or float16. Each call casts them to x's
+        dtype, for its products; their gradients are the float32 sums over tokens, not rounded between
+        (by the portable backend: rounded to x's dtype).
+
+    Example:
+      >>> from moe_pallas import GradientConfig
+      >>> GradientConfig(save="products")
+      GradientConfig(save='products', float32_weights=False)
+    """
+
+    save: str = "inputs"
+    float32_weights: bool = False
+
+    SAVED: ClassVar[tuple[str, ...]] = ("inputs", "products")
+    PRODUCTS: ClassVar[str] = "moe_products"
+
+    def __post_init__(self) -> None:
+        if self.save not in self.SAVED:
+            raise ValueError(f"save is 'inputs' or 'products'; got {self.save!r}.")
+        if not isinstance(self.float32_weights, bool):
+            raise TypeError(f"float32_weights is a bool; got {self.float32_weights!r}.")

@@ -50,29 +50,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
-from moe_pallas.kernels import _gather, _mgpu, _quantise
+from moe_pallas.kernels import _gather, _mgpu
 from moe_pallas.kernels._block_launch import (
     BLOCK_M,
     HALF,
-    NUMBERS,
     RUN,
     Item,
     Launch,
     Operands,
+    Outputs,
     Scratch,
+    num_columns,
     tile_width,
 )
+from moe_pallas.kernels._block_results import Results
+from moe_pallas.kernels._persistent import NUMBERS
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
-
-_PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
-
-# Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
-_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
 
 
 def _produce(launch: Launch) -> jax.Array:
     """Load what the consumers need; returns the number of steps."""
-    operands, scratch, stages = launch.operands, launch.scratch, launch.config.num_stages
+    operands, scratch = launch.operands, launch.scratch
     gathers, width = launch.gathers, launch.width
 
     def load_weights(item: Item, columns: Any, stage: jax.Array) -> None:
@@ -89,7 +87,16 @@ def _produce(launch: Launch) -> jax.Array:
             launch.row_scales(item), tokens, scratch.scales, *at, interpret=launch.interpret
         )
 
+    def prefetch(item: Item) -> None:
+        """Have what the epilogue reads brought to the L2 cache while there are products to be made."""
+        rows, column = pl.ds(item.row, BLOCK_M), launch.first_column(item.tile)
+        for branch in range(launch.branches):
+            first = pl.multiple_of(column + branch * launch.columns, RUN)
+            plgpu.async_prefetch(operands.products.at[rows, pl.ds(first, width)])
+
     def produce(item: Item, first_step: jax.Array) -> None:
+        if operands.products is not None:
+            prefetch(item)
         if gathers:
             copy_rows = _gather.gather_tile(
                 operands.rows,
@@ -103,12 +110,7 @@ def _produce(launch: Launch) -> jax.Array:
 
         def copy(k: jax.Array, _: None) -> None:
             step = first_step + k
-            stage = launch.stage(step)
-
-            @pl.when(step >= stages)
-            def _await_empty() -> None:
-                plgpu.barrier_wait(scratch.empty.at[stage])  # what it held is multiplied
-
+            stage = launch.await_empty(step)
             columns = pl.ds(k * launch.block_k, launch.block_k)
             load_weights(item, columns, stage)
             if launch.scheme is not None:
@@ -135,23 +137,10 @@ def _produce(launch: Launch) -> jax.Array:
 
         lax.fori_loop(0, launch.steps, copy, None)
 
-    def draw(slot: jax.Array) -> jax.Array:
-        _mgpu.draw_item(
-            operands.flags, launch.numbers, slot, launch.num_ctas, launch.items, interpret=launch.interpret
-        )
-        plgpu.barrier_arrive(scratch.drawn.at[slot])
-        return launch.numbers[slot]
-
     if launch.interpret:
         launch.numbers[0] = launch.cta
-    total = launch.walk(produce, draw)
-    # A barrier may go when all its completions were seen.
-    last = jnp.minimum(total, stages)
-
-    @pl.loop(0, last)
-    def _(i: jax.Array) -> None:
-        plgpu.barrier_wait(scratch.empty.at[launch.stage(total - last + i)])
-
+    total = launch.walk(produce, launch.draw)
+    launch.drain(total)
     return total
 
 
@@ -223,8 +212,7 @@ def _multiply(launch: Launch, consumer: jax.Array, first_step: jax.Array) -> jax
 
             @pl.when(k > 0)
             def _free() -> None:
-                before = first_step + k + launch.config.num_stages - 1
-                plgpu.barrier_arrive(scratch.empty.at[launch.stage(before)])
+                launch.free_before(first_step + k)
 
         lax.fori_loop(0, launch.steps, multiply, None)
         value = accumulator[...]
@@ -236,7 +224,7 @@ def _multiply(launch: Launch, consumer: jax.Array, first_step: jax.Array) -> jax
 
 
 def _consume(launch: Launch, consumer: jax.Array) -> None:
-    operands, scratch, gated = launch.operands, launch.scratch, launch.gate_up is not None
+    scratch, results = launch.scratch, Results(launch, consumer)
 
     def consume(item: Item, first_step: jax.Array) -> None:
         rows_left = item.size - consumer * RUN
@@ -247,29 +235,7 @@ def _consume(launch: Launch, consumer: jax.Array) -> None:
                 products: tuple[jax.Array, ...] = (_multiply(launch, consumer, first_step),)
             else:
                 products = _add_products(launch, consumer, first_step)
-            columns = products[0].shape[1]
-            runs = range(0, launch.width, RUN)
-            together = 2 if launch.makes_codes else scratch.results.shape[1]
-            for pair in (runs[j : j + together] for j in range(0, len(runs), together)):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was here before has left
-                results = []
-                for first in pair:
-                    branches = range(first, columns * len(products), launch.width)
-                    values = [
-                        products[at // columns][:, at % columns : at % columns + RUN] for at in branches
-                    ]
-                    results.append(finish(item, values, first))
-                if launch.makes_codes:
-                    store_codes(item, results, pair[0], rows_left)
-                    continue
-                for tile, result in enumerate(results):
-                    scratch.results.at[consumer, tile][...] = result.astype(launch.out.dtype)
-                plgpu.commit_smem()  # TMA sees it
-                for tile, first in enumerate(pair):
-                    # Columns of a tile that was moved back are stored by the tile before.
-                    pl.when(launch.first_column(item.tile) + first >= item.tile * launch.width)(
-                        functools.partial(store, item, tile, first, rows_left)
-                    )
+            results.make(item, products)
 
         @pl.when(rows_left <= 0)
         def _pass() -> None:
@@ -279,142 +245,18 @@ def _consume(launch: Launch, consumer: jax.Array) -> None:
                 plgpu.barrier_wait(scratch.full.at[stage])  # not before the other consumer's turn
                 plgpu.barrier_arrive(scratch.empty.at[stage])
 
-    def finish(item: Item, branches: list[jax.Array], first: int) -> jax.Array:
-        """A result (64, 64), columns of the tile from ``first`` on: from gate and up, or the only branch."""
-        columns = pl.ds(pl.multiple_of(launch.first_column(item.tile) + first, RUN), RUN)
-        if launch.scheme is not None and launch.scheme.weights is not WeightScales.BLOCK:
-            branches = [value * weight_scale(item, i, columns) for i, value in enumerate(branches)]
-        if operands.weight_of_row is not None:
-            weights = plgpu.load(
-                operands.weight_of_row.at[pl.ds(pl.multiple_of(item.row + consumer * RUN, 8), RUN)],
-                layout=plgpu.Layout.WGMMA.reduce(1),
-                optimized=False,
-            )
-            branches = [value * lax.broadcast_in_dim(weights, value.shape, (0,)) for value in branches]
-        if operands.bias is not None:
-            branches = [
-                value + of_columns(operands.bias, item, i, columns) for i, value in enumerate(branches)
-            ]
-        if launch.activate is not None:
-            branches = [launch.activate(*branches) if gated else launch.activate(branches[0], None)]
-        return branches[0]
-
-    def of_columns(ref: Any, item: Item, branch: int, columns: Any) -> jax.Array:
-        """What (E, N) or (E, 2, N) has for 64 weight rows, beside a result (64, 64)."""
-        values = plgpu.load(
-            ref.at[(item.expert, branch, columns) if gated else (item.expert, columns)],
-            layout=plgpu.Layout.WGMMA.reduce(0),
-            optimized=False,
-        )
-        return lax.broadcast_in_dim(values.astype(jnp.float32), (RUN, RUN), (1,))
-
-    def weight_scale(item: Item, branch: int, columns: Any) -> jax.Array:
-        if launch.scheme is not None and launch.scheme.weights is WeightScales.CHANNEL:
-            return of_columns(operands.weight_scale, item, branch, columns)
-        return operands.weight_scale[item.expert, branch]
-
-    def store_codes(item: Item, results: list[jax.Array], first: int, rows_left: jax.Array) -> None:
-        """Quantise 128 columns of the result, and send them on their way."""
-        row, column = item.row + consumer * RUN, launch.first_column(item.tile) + first
-        scales = operands.out_scale if launch.out_scale is None else launch.out_scale
-        where = (row, column, rows_left, item.expert)
-        assert launch.scheme is not None
-        _quantise.store_tile(
-            scratch.results,
-            consumer,
-            scales,
-            results,
-            *where,
-            activations=launch.scheme.hidden,
-            interpret=launch.interpret,
-        )
-        plgpu.commit_smem()  # TMA sees it
-        pl.when(column >= item.tile * launch.width)(functools.partial(store, item, 0, first, rows_left))
-
-    def store(item: Item, tile: int, first: int, size: jax.Array) -> None:
-        """Send a result on its way, as many rows of it as there are in the block."""
-        row, column = item.row + consumer * RUN, launch.first_column(item.tile) + first
-        if launch.is_compact:
-            store_rows(tile, row, column, size)
-            return
-        columns = pl.ds(pl.multiple_of(column, RUN), scratch.results.shape[-1])
-
-        def copy(start: Any, rows: int) -> None:
-            plgpu.copy_smem_to_gmem(
-                scratch.results.at[consumer, tile, pl.ds(start, rows)],
-                launch.out.at[pl.ds(pl.multiple_of(row + start, 8), rows), columns],
-            )
-
-        @pl.when(size >= RUN)
-        def _all() -> None:
-            copy(0, RUN)
-
-        @pl.when(size < RUN)
-        def _some() -> None:
-            # Eight at a time: the next block starts at the next multiple of 8.
-            @pl.loop(0, lax.div(size + 7, jnp.int32(8)))
-            def _(i: jax.Array) -> None:
-                copy(pl.multiple_of(8 * i, 8), 8)
-
-    def store_rows(tile: int, row: jax.Array, column: jax.Array, size: jax.Array) -> None:
-        _mgpu.store_tile(
-            scratch.results, (consumer, tile), launch.out, row, column, size, interpret=launch.interpret
-        )
-
-    def clear(first: Any, end: Any) -> None:
-        """Set rows to 0, 64 by 64 of them at a time."""
-        runs = jnp.int32(launch.columns // RUN)
-        pieces = lax.div(end - first + RUN - 1, jnp.int32(RUN)) * runs
-        me, all_ = 2 * launch.cta + consumer, 2 * launch.num_ctas
-
-        @pl.loop(0, lax.div(jnp.maximum(pieces - me + all_ - 1, 0), jnp.int32(all_)))
-        def _(i: jax.Array) -> None:
-            piece = me + i * all_
-            row = first + lax.div(piece, runs) * RUN
-            store_rows(0, row, lax.rem(piece, runs) * RUN, end - row)
-
-    def drawn(slot: jax.Array) -> jax.Array:
-        plgpu.barrier_wait(scratch.drawn.at[slot])
-        return launch.numbers[slot]
-
-    launch.walk(consume, drawn)
-    if launch.is_compact:
-        scratch.results.at[consumer, 0][...] = jnp.zeros((RUN, RUN), launch.out.dtype)
-        clear(jnp.int32(0), operands.grouped_rows[0])
-        clear(operands.grouped_rows[1], jnp.int32(launch.out.shape[0]))
-    plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
+    launch.walk(consume, launch.drawn)
+    results.end()
 
 
 def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
     launch = Launch(*unflatten(refs), **statics)
-    if launch.scratch.landed is not None:
-        _gather.init_landed(launch.scratch.landed)
-    warpgroup = lax.axis_index("wg")
-
-    @pl.when(warpgroup == _PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        steps = _produce(launch)
-        if not launch.interpret:
-            # With no step there was no barrier to wait for the launch's number.
-            pl.when(steps > 0)(functools.partial(_mgpu.check_alone, launch.epoch))
-            _mgpu.leave(launch.operands.flags, launch.num_ctas)
-
-    @pl.when(warpgroup < _PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        if not launch.interpret:
-
-            @pl.when(warpgroup == 0)
-            def _() -> None:
-                _mgpu.draw_ticket(launch.operands.flags, launch.epoch, launch.num_ctas)
-
-        _consume(launch, warpgroup)
+    launch.run(functools.partial(_produce, launch), functools.partial(_consume, launch))
 
 
 def multiply_blocks(
     operands: Operands,
-    out: jax.ShapeDtypeStruct,
+    make: Outputs,
     *,
     config: GroupedGemmConfig,
     block_n: int,
@@ -422,24 +264,28 @@ def multiply_blocks(
     interpret: Any,
     name: str,
     gate_up: GateUp | None = None,
-    activate: Callable[..., jax.Array] | None = None,
+    activate: Callable[..., Any] | None = None,
+    limit: float | None = None,
     contract_last: bool = True,
     scheme: QuantScheme | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> Outputs:
     """Launch the kernel: each block of rows times the weights of its expert.
 
-    Returns ``out`` and, if its dtype is FP8 and it is quantised in groups, the scales (rows, N / 128).
+    ``activate`` is `activate` or, to make gradients, `activate_with_slopes`; ``limit`` is where it clamps.
+    Returns what there is in ``make``, a `jax.ShapeDtypeStruct` each.
     """
     dtype, stages = operands.rows.dtype, config.num_stages
     assert stages < NUMBERS, stages
+    columns = num_columns(operands.weights.shape, gate_up, contract_last)
     tile = _mgpu.operand_transforms(dtype)
     block_k = 128 // dtype.itemsize
     branches = 1 if gate_up is None else 2
-    gathers, makes_codes = operands.block_first is not None, out.dtype == jnp.float8_e4m3fn
+    made = next(struct for struct in make if struct is not None)  # all results have one dtype
+    gathers, makes_codes = operands.block_first is not None, made.dtype == jnp.float8_e4m3fn
     lands = interpret is None and (gathers or scheme is not None)  # something comes by cp.async
     # Of what comes by TMA, and, interpreted, of what else the producer does.
     arrivals = branches + (not gathers) + (interpret is not None and (gathers or scheme is not None))
-    weight_rows = branches * tile_width(out.shape[1], gate_up, block_n)
+    weight_rows = branches * tile_width(columns, gate_up, block_n)
     weights_tile = (weight_rows, block_k) if contract_last else (block_k, weight_rows)
     # Of FP8 there is room for one tile of results a consumer, because of the scales.
     results = (2, 1, RUN, 2 * RUN) if makes_codes else (2, 2 if scheme is None else 1, RUN, RUN)
@@ -447,7 +293,7 @@ def multiply_blocks(
     scratch = Scratch(
         rows=plgpu.SMEM((stages, BLOCK_M, block_k), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
-        results=plgpu.SMEM(results, out.dtype, transforms=_mgpu.operand_transforms(out.dtype)),
+        results=plgpu.SMEM(results, made.dtype, transforms=_mgpu.operand_transforms(made.dtype)),
         words=plgpu.SMEM((NUMBERS + 2,), jnp.int32),
         landed=plgpu.SMEM((stages, 2), jnp.int32) if lands else None,
         scales=plgpu.SMEM(scales, jnp.float32) if scheme is not None else None,
@@ -457,17 +303,15 @@ def multiply_blocks(
     )
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(0))
-    made = [out]
-    if makes_codes and operands.out_scale is None:
-        made.append(jax.ShapeDtypeStruct((out.shape[0], out.shape[1] // QuantScheme.BLOCK), jnp.float32))
     leaves, tree = jax.tree.flatten(operands)
+    structs, made_tree = jax.tree.flatten(make)
     scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
 
     def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
-        count = len(leaves)
-        outs, held = refs[count : count + len(made)], refs[count + len(made) :]
-        given = jax.tree.unflatten(tree, refs[:count])
-        return given, outs[0], outs[1] if len(outs) > 1 else None, jax.tree.unflatten(scratch_tree, held)
+        ends = len(leaves), len(leaves) + len(structs)
+        parts = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
+        trees = tree, made_tree, scratch_tree
+        return tuple(jax.tree.unflatten(t, part) for t, part in zip(trees, parts, strict=True))
 
     found = plgpu.kernel(
         functools.partial(
@@ -475,6 +319,7 @@ def multiply_blocks(
             unflatten=unflatten,
             gate_up=gate_up,
             activate=activate,
+            limit=limit,
             contract_last=contract_last,
             scheme=scheme,
             config=config,
@@ -482,7 +327,7 @@ def multiply_blocks(
             num_ctas=num_ctas,
             interpret=interpret is not None,
         ),
-        out_type=made,
+        out_type=structs,
         grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=3,
@@ -494,4 +339,4 @@ def multiply_blocks(
         kernel_name=name,
         interpret=interpret,
     )(*leaves)
-    return found[0], found[1] if len(found) > 1 else None
+    return jax.tree.unflatten(made_tree, found)

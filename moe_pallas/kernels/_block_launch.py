@@ -13,13 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _gather
+from moe_pallas.kernels._persistent import NUMBERS, Persistent
 from moe_pallas.kernels._weights import block_start
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 BLOCK_M = GroupedGemmConfig.BLOCK_M
 RUN = 64  # rows and columns of a result that are stored together
 HALF = 128  # weight rows of a tile that are multiplied together in FP8
-NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
 
 
 class Operands(NamedTuple):
@@ -42,6 +42,20 @@ class Operands(NamedTuple):
     out_scale: Any = None  # (E, 1): STATIC scales that the result is quantised by
     flags: Any = None  # of which only the counters are used; None if interpreted
     grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
+    products: Any = None  # (rows of the plan, branches * N): given to make gradients
+    weight_of_result: Any = None  # then: (rows of the plan,) float32, factors of what the experts make
+
+
+class Outputs(NamedTuple):
+    """What a launch makes; ``branches`` is 2 where there are gate and up, gate's columns first."""
+
+    out: Any = None  # (rows of the plan, N), or (T, N) without a plan
+    scale: Any = None  # (rows of the plan, N / 128) of FP8 in groups
+    products: Any = None  # (rows of the plan, branches * N)
+    d_products: Any = None  # (rows of the plan, branches * N)
+    hidden: Any = None  # (rows of the plan, N)
+    d_bias: Any = None  # like d_products
+    dots: Any = None  # (tiles, rows of the plan) float32
 
 
 class Scratch(NamedTuple):
@@ -68,18 +82,18 @@ class Item(NamedTuple):
     size: jax.Array
 
 
-class Launch:
+class Launch(Persistent):
     """What the roles of a CTA share: statics, references, and which items are this CTA's."""
 
     def __init__(
         self,
         operands: Operands,
-        out: Any,
-        out_scale: Any,
+        outputs: Outputs,
         scratch: Scratch,
         *,
         gate_up: GateUp | None,
-        activate: Callable[..., jax.Array] | None,
+        activate: Callable[..., Any] | None,  # to make gradients, `activate_with_slopes`
+        limit: float | None,
         scheme: QuantScheme | None,
         contract_last: bool,
         config: GroupedGemmConfig,
@@ -87,21 +101,28 @@ class Launch:
         num_ctas: int,
         interpret: bool,
     ):
-        self.operands, self.out, self.out_scale, self.scratch = operands, out, out_scale, scratch
+        self.operands, self.outputs = operands, outputs
         self.gate_up, self.activate, self.scheme, self.config = gate_up, activate, scheme, config
-        self.contract_last, self.num_ctas, self.interpret = contract_last, num_ctas, interpret
+        self.contract_last, self.limit = contract_last, limit
         self.gathers = operands.block_first is not None
         self.is_compact = operands.grouped_rows is not None  # no rows between blocks
-        self.makes_codes = out.dtype == jnp.float8_e4m3fn
-        self.columns = out.shape[1]
+        self.makes_codes = scratch.results.dtype == jnp.float8_e4m3fn
+        self.columns = num_columns(operands.weights.shape, gate_up, contract_last)
+        given = operands.products
+        self.branches = 1 if given is None else given.shape[1] // self.columns  # of what is given
         self.width = tile_width(self.columns, gate_up, block_n)
-        self.tiles = -(-self.columns // self.width)
+        self.tiles = num_tiles(self.columns, self.width)
         self.block_k = scratch.rows.shape[2]
         self.steps = operands.rows.shape[1] // self.block_k
-        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, NUMBERS), (NUMBERS, 2)))
-        self.cta = lax.axis_index("cta")
         self.blocks = operands.num_blocks[0]
-        self.items = self.blocks * self.tiles
+        super().__init__(
+            operands.flags,
+            scratch,
+            num_stages=config.num_stages,
+            items=self.blocks * self.tiles,
+            num_ctas=num_ctas,
+            interpret=interpret,
+        )
 
     def walk(
         self, body: Callable[[Item, jax.Array], None], next_number: Callable[[jax.Array], jax.Array]
@@ -135,8 +156,15 @@ class Launch:
         """Where the weights of an item stand: gate and up, or the only branch."""
         rows = pl.ds(self.first_column(item.tile), self.width)
         if self.gate_up is None:
-            at = (rows, contracted) if self.contract_last else (contracted, rows)
-            return [(item.expert, *at)]
+            if self.contract_last:
+                return [(item.expert, rows, contracted)]
+            if len(self.operands.weights.shape) == 3:
+                return [(item.expert, contracted, rows)]
+            # Of interleaved weights (E, F, 2, N): all of gate is contracted, then all of up.
+            size = jnp.int32(self.operands.weights.shape[1])
+            branch = lax.div(contracted.start, size)
+            first = pl.multiple_of(contracted.start - branch * size, self.block_k)
+            return [(item.expert, pl.ds(first, self.block_k), branch, rows)]
         halves = [(half, rows) if self.gate_up is GateUp.STACKED else (rows, half) for half in range(2)]
         return [(item.expert, *half, contracted) for half in halves]
 
@@ -163,11 +191,19 @@ class Launch:
         at = (self.columns, self.gate_up)
         return scales, [block_start(scales, item.expert, branch, row, *at) for branch, row in halves]
 
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.config.num_stages))
+
+def num_columns(weights: tuple[int, ...], gate_up: GateUp | None, contract_last: bool) -> int:
+    """Columns of the product with weights of a shape, of each branch if they are apart."""
+    if not contract_last:
+        return weights[-1]
+    return weights[1 if gate_up is not GateUp.STACKED else 2]
 
 
 def tile_width(columns: int, gate_up: GateUp | None, block_n: int) -> int:
     """Columns of the result that a tile makes."""
     return min(block_n // (1 if gate_up is None else 2), columns)
+
+
+def num_tiles(columns: int, width: int) -> int:
+    """Tiles of the result, the last moved back where it does not come out even."""
+    return -(-columns // width)

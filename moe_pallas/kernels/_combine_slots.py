@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.kernels._schedule import divmod_static
 from moe_pallas.plan import BlockPlan
-from moe_pallas.spec import MoESpec, WeightOn
+from moe_pallas.spec import MoESpec
 
 _UNROLLED_SLOTS = 16
 
@@ -47,15 +47,16 @@ def _kernel(
 
 
 def combine_slots(
-    slots: jax.Array, plan: BlockPlan, spec: MoESpec, num_tokens: int, interpret: Any = None
+    slots: jax.Array, plan: BlockPlan, spec: MoESpec, num_tokens: int, weighted: bool, interpret: Any = None
 ) -> jax.Array:
     """Compute ``y[t] = Σ_j weight[t, j] · slots[row of (t, j)]``, a warpgroup for each piece of a token.
 
     Args:
       slots: (rows, D) bfloat16 | float16. Rows of no slot are not read.
       plan: Says which row a slot has, if any, and its weight.
-      spec: The layer. With weights on the input, they are not applied here.
+      spec: The layer.
       num_tokens: T.
+      weighted: Whether there are weights; else they are all 1.
       interpret: ``plgpu.InterpretGPUParams``, to run on a CPU.
 
     Returns:
@@ -64,7 +65,7 @@ def combine_slots(
     hidden_size = spec.hidden_size
     width = max(w for w in (128, 256, 512, 1024) if w <= hidden_size)
     return plgpu.kernel(
-        functools.partial(_kernel, top_k=spec.top_k, weighted=spec.weight_on is WeightOn.OUTPUT, width=width),
+        functools.partial(_kernel, top_k=spec.top_k, weighted=weighted, width=width),
         out_type=jax.ShapeDtypeStruct((num_tokens, hidden_size), slots.dtype),
         grid=(num_tokens * -(-hidden_size // width),),
         grid_names=("piece",),

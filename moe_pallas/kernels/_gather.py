@@ -236,46 +236,19 @@ def gather_tile(
         return copy_rows
     # Thread t copies chunk t % 8 (16 bytes) of rows t / 8, t / 8 + 16, …: it keeps the tokens of 8 rows.
     per_thread = block_m // 16
-    held = plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
-    look_up = "" if token_of is None else "mad.wide.s32 a, r, 4, $1; @p ld.global.b32 r, [a];"
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=held),
-    )
-    def find(ctx: Any, tokens: Any, first: Any, size: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        registers = np.empty((per_thread,), dtype=object)
-        for i in range(per_thread):
-            token = llvm.inline_asm(
-                i32,
-                [address(tokens), scalar(first), scalar(size)],
-                f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
-                mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
-                setp.lt.s32 p, r, $3; add.s32 r, r, $2; {look_up}
-                selp.b32 $0, r, -1, p; }}""",
-                "=&r,l,r,r,~{memory}",
-                has_side_effects=True,
-            )
-            vector = llvm.mlir_undef(ir.VectorType.get((1,), i32))
-            registers[i] = llvm.insertelement(vector, token, mgpu.utils.c(0, i32))
-        layout = mgpu.WGStridedFragLayout((128 * per_thread,), vec_size=1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(),
             plgpu.RefType(operand_transforms(x_smem.dtype)),
             plgpu.RefType(),
-            held,
+            _held(per_thread),
             SCALAR,
             SCALAR,
         )
     )
     def gather(ctx: Any, x: Any, operand: Any, landed: Any, tokens: Any, step: Any, stage: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        zero = mgpu.utils.c(0, i32)
-        rows = {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(tokens.registers.flat)}
+        rows = _named_rows(tokens)
         # A row is one line of a swizzled tile: 16 rows on, it is two tiles on.
         copies = "".join(
             f"""
@@ -299,8 +272,133 @@ def gather_tile(
         )
         _arrive(landed, stage)
 
-    found = find(x_gmem if token_of is None else token_of, first, size)
+    found = _find_rows(x_gmem, token_of, first, size, per_thread)
     return lambda step, stage: gather(x_gmem, x_smem, landed_smem, found, step, stage)
+
+
+def _held(per_thread: int) -> Any:
+    """Layout of the rows that a warpgroup's threads keep, so many each."""
+    return plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
+
+
+def _find_rows(
+    x_gmem: Any, token_of: Any | None, first: jax.Array, size: jax.Array, per_thread: int
+) -> jax.Array:
+    """Find out which rows a thread copies, t / 8, t / 8 + 16, … of thread t; -1 past ``size``."""
+    # Nobody waits here for what is loaded: it is not touched before it is used.
+    take = "@p mov.b32 $0, r;"
+    if token_of is not None:
+        take = "mad.wide.s32 a, r, 4, $1; @p ld.global.b32 $0, [a];"
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=_held(per_thread)),
+    )
+    def find(ctx: Any, tokens: Any, first: Any, size: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        registers = np.empty((per_thread,), dtype=object)
+        for i in range(per_thread):
+            token = llvm.inline_asm(
+                i32,
+                [address(tokens), scalar(first), scalar(size)],
+                f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
+                mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
+                setp.lt.s32 p, r, $3; add.s32 r, r, $2; mov.b32 $0, -1; {take} }}""",
+                "=&r,l,r,r,~{memory}",
+                has_side_effects=True,
+            )
+            vector = llvm.mlir_undef(ir.VectorType.get((1,), i32))
+            registers[i] = llvm.insertelement(vector, token, mgpu.utils.c(0, i32))
+        layout = mgpu.WGStridedFragLayout((128 * per_thread,), vec_size=1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return find(x_gmem if token_of is None else token_of, first, size)
+
+
+def _named_rows(found: Any) -> dict[str, ir.Value]:
+    """What `_find_rows` found, as registers t0, t1, …."""
+    zero = mgpu.utils.c(0, ir.IntegerType.get_signless(32))
+    return {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(found.registers.flat)}
+
+
+def gather_panel(
+    x_gmem: Any,
+    token_of: Any | None,
+    x_smem: Any,
+    first: jax.Array,
+    size: jax.Array,
+    *,
+    interpret: bool,
+) -> Callable[[jax.Array, jax.Array], None]:
+    """Find rows ``token_of[first : first + size]`` of x; return a function that copies columns of them.
+
+    Without ``token_of``, rows ``first : first + size``.
+
+    ``copy(column, stage)`` starts to copy the columns from ``column`` on into stage ``stage`` of ``x_smem``
+    (stages, rows, columns), in the layout of a WGMMA operand; interpreted, it waits. Rows of ``x_smem`` past
+    ``size`` become 0: the product is a sum over rows.
+    """
+    _, num_rows, num_columns = x_smem.shape
+    if interpret:
+
+        def copy_rows(column: jax.Array, stage: jax.Array) -> None:
+            @pl.loop(0, num_rows)
+            def _(j: jax.Array) -> None:
+                @pl.when(j < size)
+                def _() -> None:
+                    row = first + j if token_of is None else token_of[first + j]
+                    x_smem[stage, j, :] = x_gmem[row, pl.ds(column, num_columns)]
+
+                @pl.when(j >= size)
+                def _() -> None:
+                    x_smem[stage, j, :] = jnp.zeros((num_columns,), x_smem.dtype)
+
+        return copy_rows
+    itemsize = jnp.dtype(x_smem.dtype).itemsize
+    per_thread, row_bytes = num_rows // 16, itemsize * num_columns
+    panels = row_bytes // 128  # swizzled tiles of 8 rows of 128 bytes side by side
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(operand_transforms(x_smem.dtype)),
+            _held(per_thread),
+            SCALAR,
+            SCALAR,
+        )
+    )
+    def gather(ctx: Any, x: Any, operand: Any, found: Any, column: Any, stage: Any) -> None:
+        rows = _named_rows(found)
+        # 16 rows on, it is two rows of tiles on.
+        copies = "".join(
+            f"""
+            setp.ge.s32 p, %[t{i}], 0; selp.b32 bytes, 16, 0, p; selp.b32 r, %[t{i}], 0, p;
+            mad.wide.s32 a, r, {itemsize * x_gmem.shape[1]}, source;"""
+            + "".join(
+                f"""
+            cp.async.cg.shared.global [target+{1024 * (2 * i * panels + j)}], [a+{128 * j}], 16, bytes;"""
+                for j in range(panels)
+            )
+            for i in range(per_thread)
+        )
+        ptx(
+            f"""{{ .reg .pred p; .reg .b32 r, c, d, target, bytes; .reg .b64 a, source;
+            mov.u32 r, %tid.x; and.b32 c, r, 7; and.b32 r, r, 127; shr.u32 r, r, 3;
+            mad.wide.s32 source, %[column], {itemsize}, %[x]; mad.wide.s32 source, c, 16, source;
+            mad.lo.s32 target, %[stage], {num_rows * row_bytes}, %[operand];
+            shr.u32 d, r, 3; mad.lo.u32 target, d, {1024 * panels}, target;
+            and.b32 d, r, 7; mad.lo.u32 target, d, 128, target;
+            xor.b32 d, c, r; and.b32 d, d, 7; mad.lo.u32 target, d, 16, target;
+            {copies} }}""",
+            x=address(x),
+            operand=shared_address(operand),
+            column=scalar(column),
+            stage=scalar(stage),
+            **rows,
+        )
+
+    found = _find_rows(x_gmem, token_of, first, size, per_thread)
+    return lambda column, stage: gather(x_gmem, x_smem, found, column, stage)
 
 
 def _arrive(landed: Any, stage: Any) -> None:

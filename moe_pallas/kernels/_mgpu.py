@@ -404,6 +404,66 @@ def store_columns(
     store(ref, value, row, column, size)
 
 
+def sum_of_rows(value: jax.Array, *, interpret: bool) -> jax.Array:
+    """Sum each row of a (64, n) accumulator, float32: Pallas would set shared memory aside for it."""
+    if interpret:
+        return jnp.sum(value, axis=1)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=layout),
+    )
+    def add_up(ctx: Any, value: Any) -> Any:
+        return value.reduce("add", 1)
+
+    return add_up(value)
+
+
+def store_of_rows(
+    ref: Any, value: jax.Array, line: jax.Array, row: jax.Array, size: jax.Array, *, interpret: bool
+) -> None:
+    """``ref[line, row + i] = value[i]``, a number for each row of a (64, n) accumulator, for i < size."""
+    if interpret:
+
+        @pl.loop(0, jnp.minimum(size, 64))
+        def _(i: jax.Array) -> None:
+            ref[line, row + i] = lax.dynamic_index_in_dim(value, i, keepdims=False)
+
+        return
+    row_bytes = 4 * ref.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA.reduce(1), SCALAR, SCALAR, SCALAR))
+    def store(ctx: Any, ref: Any, value: Any, line: Any, row: Any, size: Any) -> None:
+        # Lane l of warp w has those of rows 16w + l/4 and 8 more, as the 3 lanes beside it have.
+        lower, upper = (_bits(register) for register in value.registers.flat)
+        ptx(
+            f"""{{ .reg .pred p, q; .reg .b32 t, l; .reg .b64 a;
+            mov.u32 t, %tid.x; and.b32 l, t, 31; shr.u32 t, t, 5; and.b32 t, t, 3; shl.b32 t, t, 4;
+            and.b32 l, l, 3; setp.eq.u32 q, l, 0; mov.u32 l, %tid.x; and.b32 l, l, 31; shr.u32 l, l, 2;
+            add.s32 t, t, l; mul.wide.s32 a, %[line], {row_bytes}; add.s64 a, a, %[ref];
+            add.s32 l, t, %[row]; mad.wide.s32 a, l, 4, a;
+            setp.lt.and.s32 p, t, %[size], q; @p st.global.b32 [a], %[lower];
+            add.s32 t, t, 8; setp.lt.and.s32 p, t, %[size], q; @p st.global.b32 [a+32], %[upper]; }}""",
+            ref=address(ref),
+            lower=lower,
+            upper=upper,
+            line=scalar(line),
+            row=scalar(row),
+            size=scalar(size),
+        )
+
+    store(ref, value, line, row, size)
+
+
+def _bits(value: ir.Value) -> ir.Value:
+    """A register of one float32, or of one in a vector, as an integer."""
+    i32 = ir.IntegerType.get_signless(32)
+    if isinstance(value.type, ir.VectorType):
+        value = llvm.extractelement(value, mgpu.utils.c(0, i32))
+    return llvm.bitcast(i32, value)
+
+
 def _halves(pair: ir.Value, itemsize: int) -> list[ir.Value]:
     """Both elements of a register of two, as integers."""
     i32 = ir.IntegerType.get_signless(32)

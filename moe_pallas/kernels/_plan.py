@@ -406,6 +406,7 @@ def plan_ids(
     block_m: int,
     num_rows: int,
     num_ctas: int,
+    by_row: bool = False,
     interpret: Any = None,
 ) -> BlockPlan:
     """Plan the rows of a given routing, as `plan_logits` does; by XLA if need be, or if interpreted.
@@ -416,6 +417,7 @@ def plan_ids(
       block_m: Likewise.
       num_rows: Likewise.
       num_ctas: Likewise.
+      by_row: Whether there is a ``weight_of_row`` in any case.
       interpret: None, or what says that kernels are interpreted on a CPU.
 
     Returns:
@@ -433,7 +435,7 @@ def plan_ids(
         {"counts": _counts(spec, split)},
         {"ids": ids},
     )
-    return _plan(ids, weights, made["counts"], spec, split, block_m, num_rows)
+    return _plan(ids, weights, made["counts"], spec, split, block_m, num_rows, by_row)
 
 
 def _counts(spec: MoESpec, split: _Split) -> jax.ShapeDtypeStruct:
@@ -448,8 +450,9 @@ def _plan(
     split: _Split,
     block_m: int,
     num_rows: int,
+    by_row: bool = False,
 ) -> BlockPlan:
-    on_input = spec.weight_on is WeightOn.INPUT
+    by_row = by_row or spec.weight_on is WeightOn.INPUT
     slots = split.num_tokens * spec.top_k
     by_block = jax.ShapeDtypeStruct((min(spec.num_experts, slots) + slots // block_m,), jnp.int32)
     by_slot = jax.ShapeDtypeStruct((slots,), jnp.int32)
@@ -462,7 +465,7 @@ def _plan(
         "token_of": by_slot,
         "row_of_slot": by_slot,
     }
-    if on_input:
+    if by_row:
         outputs["weight_of_row"] = jax.ShapeDtypeStruct((num_rows,), jnp.float32)
     made = _launch(
         functools.partial(_place, spec=spec, split=split, block_m=block_m),
@@ -470,6 +473,6 @@ def _plan(
         split.num_ctas,
         _Placing.scratch_words(spec),
         outputs,
-        {"ids": ids, "counts": counts, "weights": weights if on_input else None},
+        {"ids": ids, "counts": counts, "weights": weights if by_row else None},
     )
     return BlockPlan(**({"weight_of_row": None} | made), weight_of_slot=weights.reshape(-1))

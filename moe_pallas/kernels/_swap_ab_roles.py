@@ -311,9 +311,10 @@ def compute(launch: Launch) -> None:
             slabs = tuple(slab + bias for slab, bias in zip(slabs, biases, strict=True))
         half = config.slabs
         if spec.gated:
-            results = [activate(gate, up, spec) for gate, up in zip(slabs[:half], slabs[half:], strict=True)]
+            pairs = zip(slabs[:half], slabs[half:], strict=True)
+            results = [activate(gate, up, spec=spec) for gate, up in pairs]
         else:
-            results = [activate(slab, None, spec) for slab in slabs]
+            results = [activate(slab, spec=spec) for slab in slabs]
         column, size = launch.up_row(item.tile), plan.block_size[item.block]
         if launch.scheme is not None and not launch.reads_floats:
             scales = buffers.h_scale if launch.h_in_groups else operands.input2

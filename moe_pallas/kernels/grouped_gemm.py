@@ -32,13 +32,21 @@ from jax import lax
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _mgpu, _plan, _quantise
 from moe_pallas.kernels._activation import activate
-from moe_pallas.kernels._block_gemm import Operands, multiply_blocks
+from moe_pallas.kernels._block_gemm import Operands, Outputs, multiply_blocks
 from moe_pallas.kernels._combine_slots import combine_slots
 from moe_pallas.kernels._weights import flat_scales, take_apart
 from moe_pallas.plan import BlockPlan, cut_groups
 from moe_pallas.quant import QTensor, quantize_activations, scale_of_x
 from moe_pallas.routing import Routing
-from moe_pallas.spec import ActivationScales, GateUp, MoESpec, Problem, WeightOn, WeightScales
+from moe_pallas.spec import (
+    ActivationScales,
+    GateUp,
+    MoESpec,
+    Problem,
+    QuantScheme,
+    WeightOn,
+    WeightScales,
+)
 
 _DEFAULT = GroupedGemmConfig()
 
@@ -81,7 +89,7 @@ def fused_moe(
     rows, num_ctas = _max_rows(x, spec, config), _mgpu.num_sms()
     cut: Any = {"block_m": config.BLOCK_M, "num_rows": rows, "num_ctas": num_ctas}
     plan = _plan.plan_logits(logits, correction_bias, real, spec, **cut)
-    return _layer(x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas)
+    return _layer(x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas)[0]
 
 
 def fused_experts(
@@ -94,9 +102,10 @@ def fused_experts(
     spec: MoESpec,
     *,
     config: GroupedGemmConfig,
+    saves: bool = False,
     num_ctas: int | None = None,
     interpret: Any = None,
-) -> jax.Array:
+) -> Any:
     """Compute the experts of a given routing: two launches for the plan, or XLA's, then three.
 
     Args:
@@ -108,18 +117,19 @@ def fused_experts(
       b2: (E, D) float, or None.
       spec: The layer.
       config: How it is cut up.
+      saves: Whether to keep the products with w13 for a backward pass; not of quantised weights.
       num_ctas: CTAs, at most one for each SM; as many as there are SMs if None.
       interpret: ``plgpu.InterpretGPUParams``, to run on a CPU.
 
     Returns:
-      (T, D) in x's dtype.
+      (T, D) in x's dtype. If it saves, that and (rows of the plan, 2F), gate's columns first, or F.
     """
     rows, num_ctas = _max_rows(x, spec, config), num_ctas or _mgpu.num_sms()
     cut: Any = {"block_m": config.BLOCK_M, "num_rows": rows, "num_ctas": num_ctas}
     plan = _plan.plan_ids(routing, spec, **cut, interpret=interpret)
-    return _layer(
-        x, plan, w13, w2, b13, b2, spec, rows, config=config, num_ctas=num_ctas, interpret=interpret
-    )
+    launch: Any = {"config": config, "num_ctas": num_ctas, "interpret": interpret}
+    y, products = _layer(x, plan, w13, w2, b13, b2, spec, rows, saves=saves, **launch)
+    return (y, products) if saves else y
 
 
 def _max_rows(x: jax.Array, spec: MoESpec, config: GroupedGemmConfig) -> int:
@@ -136,61 +146,94 @@ def _layer(
     spec: MoESpec,
     rows: int,
     *,
+    saves: bool = False,
     interpret: Any = None,
     **launch: Any,
-) -> jax.Array:
-    """Run the three launches behind a plan; h and the slots have ``rows`` rows."""
-    num_tokens, hidden_size = x.shape
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run the three launches behind a plan, for y and what it saves; h and the slots have ``rows`` rows."""
     launch["interpret"] = interpret
-    blocks: Any = {
-        name: getattr(plan, name) for name in ("num_blocks", "block_expert", "block_row", "block_size")
-    }
-    up: dict[str, Any] = {"rows": x, "weights": w13}
     down: dict[str, Any] = {"weights": w2}
     scheme = None
     if isinstance(w13, QTensor) and isinstance(w2, QTensor):
         scheme = w13.scheme
-        codes, scales = _quantise_x(x, w13, interpret)
-        up = {
-            "rows": codes,
-            "weights": w13.values,
-            "row_scale": scales,
-            "weight_scale": _scales_of(w13, spec),
-        }
         down = {"weights": w2.values, "weight_scale": _scales_of(w2, spec)}
         if scheme.hidden is ActivationScales.STATIC:
-            up["out_scale"] = down["row_scale"] = w2.input_scale
-    if spec.gated:
-        up["weights"] = take_apart(up["weights"], spec)
-        b13 = None if b13 is None else _branches_first(b13, spec)
-    h, h_scale = multiply_blocks(
-        Operands(
-            **up,
-            bias=b13,
-            **blocks,
-            block_first=plan.block_first,
-            token_of=plan.token_of,
-            weight_of_row=plan.weight_of_row if spec.weight_on is WeightOn.INPUT else None,
-        ),
-        jax.ShapeDtypeStruct((rows, spec.intermediate_size), down["weights"].dtype),
-        name="grouped_gemm_up",
-        block_n=launch["config"].up_block_n,
-        gate_up=spec.gate_up if spec.gated else None,
-        activate=functools.partial(activate, spec=spec),
-        scheme=scheme,
-        **launch,
-    )
-    if h_scale is not None:
-        down["row_scale"] = h_scale
-    slots, _ = multiply_blocks(
-        Operands(rows=h, bias=b2, **blocks, **down),
-        jax.ShapeDtypeStruct((rows, hidden_size), x.dtype),
+            down["row_scale"] = w2.input_scale
+    make = Outputs(jax.ShapeDtypeStruct((rows, spec.intermediate_size), down["weights"].dtype))
+    if saves:
+        make = make._replace(products=jax.ShapeDtypeStruct((rows, w13.shape[1]), x.dtype))
+    made = multiply_by_w13(x, plan, w13, b13, spec, make, out_scale=down.get("row_scale"), **launch)
+    if made.scale is not None:
+        down["row_scale"] = made.scale
+    slots = multiply_blocks(
+        Operands(rows=made.out, bias=b2, **blocks_of(plan), **down),
+        Outputs(jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype)),
         name="grouped_gemm_down",
         block_n=launch["config"].down_block_n,
         scheme=scheme,
         **launch,
+    ).out
+    y = combine_slots(slots, plan, spec, len(x), spec.weight_on is WeightOn.OUTPUT, interpret)
+    return y, made.products
+
+
+def blocks_of(plan: BlockPlan) -> dict[str, Any]:
+    """Of a plan, what a launch needs whose rows stand in its order."""
+    return {name: getattr(plan, name) for name in ("num_blocks", "block_expert", "block_row", "block_size")}
+
+
+def multiply_by_w13(
+    x: jax.Array,
+    plan: BlockPlan,
+    w13: jax.Array | QTensor,
+    b13: jax.Array | None,
+    spec: MoESpec,
+    make: Outputs,
+    *,
+    out_scale: jax.Array | None = None,
+    **launch: Any,
+) -> Outputs:
+    """Multiply tokens with w13 of their experts, in the plan's order; ``make`` says what comes of it.
+
+    Of FP8 weights, ``out_scale`` are STATIC scales of h; the scales that h is given are made beside it.
+    """
+    up: dict[str, Any] = {"rows": x, "weights": w13}
+    scheme = None
+    if isinstance(w13, QTensor):
+        scheme = w13.scheme
+        codes, scales = _quantise_x(x, w13, launch["interpret"])
+        up = {"rows": codes, "weights": w13.values, "row_scale": scales, "out_scale": out_scale}
+        up["weight_scale"] = _scales_of(w13, spec)
+        if out_scale is None:
+            assert make.out is not None
+            num_rows, columns = make.out.shape
+            groups = jax.ShapeDtypeStruct((num_rows, columns // QuantScheme.BLOCK), jnp.float32)
+            make = make._replace(scale=groups)
+    if spec.gated:
+        up["weights"] = take_apart(up["weights"], spec)
+    return multiply_blocks(
+        Operands(
+            **up,
+            bias=bias_by_branch(b13, spec),
+            **blocks_of(plan),
+            block_first=plan.block_first,
+            token_of=plan.token_of,
+            weight_of_row=plan.weight_of_row if spec.weight_on is WeightOn.INPUT else None,
+        ),
+        make,
+        name="grouped_gemm_up",
+        block_n=launch["config"].up_block_n,
+        gate_up=spec.gate_up if spec.gated else None,
+        activate=functools.partial(activate, spec=spec),
+        limit=spec.swiglu_limit,
+        scheme=scheme,
+        **launch,
     )
-    return combine_slots(slots, plan, spec, num_tokens, interpret)
+
+
+def bias_by_branch(b13: jax.Array | None, spec: MoESpec) -> jax.Array | None:
+    """(E, 2F) → (E, 2, F), gate first; (E, F) of the only branch as it is."""
+    return _branches_first(b13, spec) if b13 is not None and spec.gated else b13
 
 
 def _branches_first(values: jax.Array, spec: MoESpec) -> jax.Array:
@@ -250,12 +293,9 @@ def multiply_groups(
       (R, N) in lhs's dtype, accumulated in float32. Rows of other groups, or of none, are 0.
     """
     num_rows, num_groups = len(lhs), len(rhs)
-    # Rows that are not there have no group, whatever the sizes say: the kernel's stores are not checked.
-    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0), dtype=jnp.int32), num_rows)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    firsts = lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)
+    firsts = first_rows(group_sizes, group_offset, num_groups, num_rows)
     blocks = cut_groups(jnp.diff(firsts), firsts, config.BLOCK_M, num_rows)
-    product, _ = multiply_blocks(
+    return multiply_blocks(
         Operands(
             lhs,
             rhs,
@@ -267,12 +307,21 @@ def multiply_groups(
             block_first=blocks.first,
             grouped_rows=jnp.stack([firsts[0], firsts[-1]]),
         ),
-        jax.ShapeDtypeStruct((num_rows, rhs.shape[1 if contract_last else 2]), lhs.dtype),
+        Outputs(jax.ShapeDtypeStruct((num_rows, rhs.shape[1 if contract_last else 2]), lhs.dtype)),
         name="grouped_gemm",
         block_n=config.down_block_n,
         contract_last=contract_last,
         config=config,
         num_ctas=num_ctas or _mgpu.num_sms(),
         interpret=interpret,
-    )
-    return product
+    ).out
+
+
+def first_rows(
+    group_sizes: jax.Array, group_offset: jax.Array | int, num_groups: int, num_rows: int
+) -> jax.Array:
+    """(num_groups + 1,): the first row of each group from ``group_offset`` on, and the first after them."""
+    # Rows that are not there have no group, whatever the sizes say: the kernels' accesses are not checked.
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes, 0), dtype=jnp.int32), num_rows)
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    return lax.dynamic_slice_in_dim(offsets, group_offset, num_groups + 1)

@@ -1,0 +1,113 @@
+"""What kernels of drawn items share: a CTA for each SM, a producer and two consumers, a ring of stages.
+
+A CTA begins with the item of its own number and then draws the next that no other has. The producer draws,
+and tells the consumers by a ring of numbers in shared memory, which has room for more items than the producer
+can be ahead. The barriers of both rings: `moe_pallas.kernels._block_gemm`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moe_pallas.kernels import _gather, _mgpu
+
+NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
+
+PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
+# Registers of a thread: 3 warpgroups share 504 for 3 threads, 168 each before they are dealt out.
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
+
+
+class Persistent:
+    """A CTA of such a kernel.
+
+    Args:
+      flags: Of which only the counters are used; None if interpreted.
+      scratch: With ``words`` (`NUMBERS` + 2), ``landed``, ``empty`` and ``drawn``.
+      num_stages: Of the ring.
+      items: () int32. How many there are, for all CTAs.
+      num_ctas: CTAs.
+      interpret: Whether Pallas' interpreter runs this.
+    """
+
+    def __init__(
+        self, flags: Any, scratch: Any, *, num_stages: int, items: Any, num_ctas: int, interpret: bool
+    ):
+        self.flags, self.scratch, self.num_stages, self.items = flags, scratch, num_stages, items
+        self.num_ctas, self.interpret = num_ctas, interpret
+        self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, NUMBERS), (NUMBERS, 2)))
+        self.cta = lax.axis_index("cta")
+
+    def run(self, produce: Callable[[], jax.Array], consume: Callable[[jax.Array], None]) -> None:
+        """Give the warpgroups their roles; ``produce`` returns the number of its steps."""
+        if self.scratch.landed is not None:
+            _gather.init_landed(self.scratch.landed)
+        warpgroup = lax.axis_index("wg")
+
+        @pl.when(warpgroup == PRODUCER)
+        def _() -> None:
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            steps = produce()
+            if not self.interpret:
+                # With no step there was no barrier to wait for the launch's number.
+                pl.when(steps > 0)(functools.partial(_mgpu.check_alone, self.epoch))
+                _mgpu.leave(self.flags, self.num_ctas)
+
+        @pl.when(warpgroup < PRODUCER)
+        def _() -> None:
+            plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            if not self.interpret:
+
+                @pl.when(warpgroup == 0)
+                def _() -> None:
+                    _mgpu.draw_ticket(self.flags, self.epoch, self.num_ctas)
+
+            consume(warpgroup)
+
+    def draw(self, slot: jax.Array) -> jax.Array:
+        """Producer: draw the next item's number, and tell it."""
+        _mgpu.draw_item(self.flags, self.numbers, slot, self.num_ctas, self.items, interpret=self.interpret)
+        plgpu.barrier_arrive(self.scratch.drawn.at[slot])
+        return self.numbers[slot]
+
+    def drawn(self, slot: jax.Array) -> jax.Array:
+        """Consumer: the next item's number."""
+        plgpu.barrier_wait(self.scratch.drawn.at[slot])
+        return self.numbers[slot]
+
+    def stage(self, step: jax.Array) -> jax.Array:
+        """Place in the ring."""
+        return lax.rem(step, jnp.int32(self.num_stages))
+
+    def await_empty(self, step: jax.Array) -> jax.Array:
+        """Producer: wait until the stage of a step is free; return the stage."""
+        stage = self.stage(step)
+
+        @pl.when(step >= self.num_stages)
+        def _await_empty() -> None:
+            plgpu.barrier_wait(self.scratch.empty.at[stage])  # what it held is multiplied
+
+        return stage
+
+    def free_before(self, step: jax.Array) -> None:
+        """Consumer: free the stage of the step before this one."""
+        plgpu.barrier_arrive(self.scratch.empty.at[self.stage(step + self.num_stages - 1)])
+
+    def drain(self, total: jax.Array) -> None:
+        """Producer: wait for what `await_empty` did not, after so many steps.
+
+        A barrier may go when all its completions were seen.
+        """
+        last = jnp.minimum(total, self.num_stages)
+
+        @pl.loop(0, last)
+        def _(i: jax.Array) -> None:
+            plgpu.barrier_wait(self.scratch.empty.at[self.stage(total - last + i)])
