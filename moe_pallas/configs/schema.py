@@ -217,11 +217,6 @@ class SwapABConfig:
         ring = least.num_stages * least._stage_bytes(problem) + least._scale_bytes(problem)
         return ring + self._list_bytes(problem) + _BARRIER_BYTES <= SMEM_BYTES
 
-    def reads_ahead(self, problem: Problem) -> bool:
-        """Whether a uniform routing visits most experts: their weights are read while it runs."""
-        spec = problem.spec
-        return (1 - spec.top_k / spec.num_experts) ** problem.num_tokens < 0.5
-
     def _list_bytes(self, problem: Problem) -> int:
         return list_bytes(problem.num_tokens, problem.spec, self.block_m)
 

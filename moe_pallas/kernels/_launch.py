@@ -20,7 +20,6 @@ from moe_pallas.plan import BlockPlan
 from moe_pallas.spec import ActivationScales, GateUp, MoESpec, Problem, QuantScheme, WeightScales
 
 CONSUMER, WEIGHTS, TOKENS = range(3)  # warpgroups
-_AHEAD_BYTES = 192 << 10  # of each CTA: 25 MB of the L2's 50, read in 6 us
 
 
 class Operands(NamedTuple):
@@ -101,37 +100,10 @@ class Launch:
         self.max_rows = config.max_rows(problem)
         self.flag_of_cta = config.max_up_items(problem)  # after those of the first GEMM's items
         self.flag_of_x = self.flag_of_cta + num_ctas
-        if self.is_fused and operands.plan is None and config.reads_ahead(problem):
-            pl.when(lax.axis_index("wg") == WEIGHTS)(self._read_ahead)
         if scheme is not None and self.is_fused:
             pl.when(lax.axis_index("wg") == TOKENS)(self._quantise)
         self.plan: Any = self._route()
         self.schedule = Schedule(config, spec, num_ctas, self.cta, self.plan.num_blocks[0], phases)
-
-    def _read_ahead(self) -> None:
-        """Ask L2 for the start of this CTA's first item as it is if all experts are visited.
-
-        While the routing runs the memory has nothing else to do; what comes in vain costs nothing but that.
-        """
-        spec, config, w13 = self.spec, self.config, self.operands.w13
-        all_experts = jnp.int32(spec.num_experts)
-        item = Schedule(config, spec, self.num_ctas, self.cta, all_experts, self.phases).up(jnp.int32(0))
-        part = -(-config.up_steps(spec) // config.up_splits)
-        shortest = spec.hidden_size - (config.up_splits - 1) * part * config.BLOCK_K  # columns of a part
-        row_bytes = min(shortest * jnp.dtype(w13.dtype).itemsize, _AHEAD_BYTES // config.up_weight_rows())
-
-        @pl.when(item.block < all_experts)
-        def _() -> None:
-            for branch, row in self._up_slabs(item.tile):
-                first, stride = self._place_in_w13(branch, row)
-                _mgpu.prefetch_rows(
-                    w13,
-                    item.block * spec.w13_rows + first,
-                    stride=stride,
-                    num_rows=config.up_rows,
-                    column=item.first_step * config.BLOCK_K,
-                    num_bytes=row_bytes // 16 * 16,
-                )
 
     def _quantise(self) -> None:
         """Make this CTA's part of the codes of x, and raise its flag, while others route."""
@@ -209,12 +181,6 @@ class Launch:
             return [(0, row + i * config.up_rows) for i in slabs]
         return [(i // config.slabs, row + i % config.slabs * config.up_rows) for i in slabs]
 
-    def _place_in_w13(self, branch: int, row: jax.Array) -> tuple[jax.Array, int]:
-        """Where rows of a branch stand among the rows of an expert, and how far apart."""
-        if self.spec.gated and self.spec.gate_up is GateUp.INTERLEAVED:
-            return 2 * row + branch, 2
-        return branch * self.spec.intermediate_size + row, 1
-
     def _down_slabs(self, tile: jax.Array) -> list[jax.Array]:
         """The first row of each slab of a tile."""
         return [self.down_row(tile) + i * self.config.down_rows for i in range(2 * self.config.slabs)]
@@ -225,9 +191,10 @@ class Launch:
 
     def _of_up_rows(self, ref: Any, expert: jax.Array, tile: jax.Array, width: int) -> list[jax.Array]:
         """What (E, 2F) has for the rows of a tile of the first GEMM, (64, width) float32 a slab."""
-        values = []
+        size, values = self.spec.intermediate_size, []
         for branch, row in self._up_slabs(tile):
-            first, stride = self._place_in_w13(branch, row)
+            is_stacked = not self.spec.gated or self.spec.gate_up is GateUp.STACKED
+            first, stride = (branch * size + row, 1) if is_stacked else (2 * row + branch, 2)
             values.append(self._column(ref, expert, first, stride, self.config.up_rows, width))
         return values
 

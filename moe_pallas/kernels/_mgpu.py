@@ -252,32 +252,6 @@ def await_flags(
     wait(flags_gmem, first, count, epoch_smem)
 
 
-def prefetch_rows(
-    ref_gmem: Any, first: jax.Array, *, stride: int, num_rows: int, column: jax.Array, num_bytes: int
-) -> None:
-    """Ask L2 for the same bytes of rows ``first + stride * i``, i < num_rows <= 128; by one warpgroup.
-
-    ``ref_gmem`` is (..., columns), its rows numbered through; ``num_bytes`` from ``column`` on are in a row,
-    and a multiple of 16.
-    """
-    itemsize, row_length = jnp.dtype(ref_gmem.dtype).itemsize, ref_gmem.shape[-1]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-    def ask(ctx: Any, ref: Any, first: Any, column: Any) -> None:
-        ptx(
-            f"""{{ .reg .pred p; .reg .b32 t; .reg .b64 a;
-            mov.u32 t, %tid.x; and.b32 t, t, 127; setp.lt.u32 p, t, {num_rows};
-            mad.lo.s32 t, t, {stride}, %[first]; mul.wide.s32 a, t, {itemsize * row_length};
-            add.s64 a, a, %[ref]; mad.wide.s32 a, %[column], {itemsize}, a;
-            @p cp.async.bulk.prefetch.L2.global [a], {num_bytes}; }}""",
-            ref=address(ref),
-            first=scalar(first),
-            column=scalar(column),
-        )
-
-    ask(ref_gmem, first, column)
-
-
 def consumer_barrier() -> None:
     """Let every thread of a consumer come here; inside a function of `plgpu.inline_mgpu`, one warpgroup's."""
     ptx(f"bar.sync {_STORE_BARRIER}, 128;")

@@ -28,9 +28,6 @@ across items and GEMMs. Barriers in shared memory:
     empty     1          consumer, one step late             weights and tokens
     drawn     1          consumer, launch number is known    tokens
 
-Where most experts are sure to be visited, the weights' warpgroup first asks L2 for the CTA's first item as it
-is if all of them are: while the routing runs, the memory has nothing else to do.
-
 Between CTAs there are flags in global memory (`moe_pallas.kernels._mgpu`): one for each item of the first
 GEMM and one for each CTA. An item waits only for items with lower numbers, and every CTA takes its items in
 order, so nobody waits in a circle as long as all CTAs are resident: the grid is no larger than the number of
