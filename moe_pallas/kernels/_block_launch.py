@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     out_scale: Any = None  # (E, 1): STATIC scales that the result is quantised by
     flags: Any = None  # of which only the counters are used; None if interpreted
     grouped_rows: Any = None  # (2,): the first row of any group, and the first after; the others become 0
-    products: Any = None  # (rows of the plan, branches * N): given to make gradients
+    products: Any = None  # (rows of the plan, branches * N): given to make gradients; may be a `jax.Ref`
     weight_of_result: Any = None  # then: (rows of the plan,) float32, factors of what the experts make
 
 
@@ -52,7 +52,7 @@ class Outputs(NamedTuple):
     out: Any = None  # (rows of the plan, N), or (T, N) without a plan
     scale: Any = None  # (rows of the plan, N / 128) of FP8 in groups
     products: Any = None  # (rows of the plan, branches * N)
-    d_products: Any = None  # (rows of the plan, branches * N)
+    d_products: Any = None  # (rows of the plan, branches * N); None: in the place of the products given
     hidden: Any = None  # (rows of the plan, N)
     d_bias: Any = None  # like d_products
     dots: Any = None  # (tiles, rows of the plan) float32

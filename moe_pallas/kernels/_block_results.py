@@ -46,7 +46,7 @@ class Results:
             return [products[at // columns][:, at % columns : at % columns + RUN] for at in starts]
 
         runs = range(0, launch.width, RUN)
-        if outputs.d_products is not None:
+        if self.operands.products is not None:
             self._make_gradients(item, runs, products[0])
             return
         if outputs.products is not None:
@@ -163,7 +163,8 @@ class Results:
             db = (dh / db)ᵀ g       d_bias
 
         What comes first is sent before the rest is computed, from operands that are read again: all at once
-        would not fit into registers.
+        would not fit into registers. d_products may take the place of p: nobody else reads p there, but for
+        rows and columns whose results are not stored.
         """
         launch, outputs = self.launch, self.outputs
         dots = functools.reduce(jnp.add, [self._run_gradients(item, first, product) for first in runs])
@@ -211,7 +212,8 @@ class Results:
             d_hidden = d_hidden * weights
             d_parts = [slope * d_hidden for slope in slopes]
         self._await_tiles()
-        self._send(item, [(d, outputs.d_products, i, first) for i, d in enumerate(d_parts)])
+        target = operands.products if outputs.d_products is None else outputs.d_products
+        self._send(item, [(d, target, i, first) for i, d in enumerate(d_parts)])
         return dots
 
     def _load(self, ref: Any, item: Item, branch: int, columns: Any) -> jax.Array:

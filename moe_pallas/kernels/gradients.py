@@ -112,6 +112,9 @@ def gradients(
     on_input = spec.weight_on is WeightOn.INPUT
     columns = spec.intermediate_size
     wide = jax.ShapeDtypeStruct(products.shape, x.dtype)
+    # Gradients take the place of what they are made from. The interpreter has no word for that.
+    in_place = interpret is None
+    given: Any = jax.new_ref(products) if in_place else products
     tiles = num_tiles(columns, config.down_block_n)
     back = multiply_blocks(
         Operands(
@@ -123,10 +126,10 @@ def gradients(
             token_of=plan.token_of,
             weight_of_row=plan.weight_of_row if on_input else None,
             weight_of_result=None if on_input else plan.weight_of_row,
-            products=products,
+            products=given,
         ),
         Outputs(
-            d_products=wide,
+            d_products=None if in_place else wide,
             hidden=jax.ShapeDtypeStruct((num_rows, columns), x.dtype),
             d_bias=wide if on_input and b13 is not None else None,
             dots=jax.ShapeDtypeStruct((tiles, num_rows), jnp.float32),
@@ -137,10 +140,11 @@ def gradients(
         contract_last=False,
         **launch,
     )
+    d_products = jax.freeze(given) if in_place else back.d_products
     is_interleaved = spec.gated and spec.gate_up is GateUp.INTERLEAVED
     d_slots = multiply_blocks(
         Operands(
-            rows=back.d_products,
+            rows=d_products,
             weights=take_apart(w13, spec) if is_interleaved else w13,
             bias=None,
             **blocks_of(plan),
@@ -154,7 +158,7 @@ def gradients(
     groups = _groups(plan, spec)
     of_weights: Any = {"out_dtype": weight_dtype, **launch}
     d_w13 = weight_gradient(
-        back.d_products,
+        d_products,
         x,
         groups,
         (Rows.PLANNED, Rows.TOKENS),
@@ -167,7 +171,7 @@ def gradients(
     )
     d_b13 = d_b2 = None
     if b13 is not None and b2 is not None:
-        d_pre = back.d_products if back.d_bias is None else back.d_bias
+        d_pre = d_products if back.d_bias is None else back.d_bias
         d_b13 = _in_order(_sum_rows(d_pre, plan, groups, interpret), spec)
         tokens = {"first": plan.block_first, "token_of": plan.token_of}
         weights = None if on_input else plan.weight_of_row
