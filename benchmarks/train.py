@@ -55,7 +55,7 @@ def layer_of(name: str, cell: Cell) -> Function:
     """``f(x, logits, w13, w2) → y``."""
     if name in _OURS:
         backend = "xla" if _TINY.value else "grouped_gemm"
-        config = GradientConfig(save=name)
+        config = GradientConfig(kernels=True, save=name)
         return functools.partial(fused_moe, spec=cell.spec, backend=backend, gradients=config)
     variant = VARIANTS[name]
     return variant.layer(cell, variant.configs(cell)[0])

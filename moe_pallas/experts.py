@@ -331,7 +331,7 @@ class _Args(NamedTuple):
 def _differentiable(spec: MoESpec, selection: Selection, gradients: GradientConfig) -> Any:
     """The selected kernel as a function of `_Args`, with its gradient; ``vmap`` calls it in turn."""
     backend, config = _kernels(selection)
-    backward_config = selection.backward_config
+    backward_config = selection.backward_config if gradients.kernels else None
     saves = backward_config is not None and gradients.save == "products"
 
     @jax.custom_batching.sequential_vmap

@@ -40,7 +40,8 @@ class Selection:
       source: Where ``config`` came from: ``"explicit"``, ``"table entry"``, ``"neighbour in the table"`` or
         ``"cost model"``.
       device: The device that it was chosen for.
-      backward: What computes gradients: ``"grouped_gemm"``, or ``"xla"``, the portable backend.
+      backward: What computes gradients with ``GradientConfig(kernels=True)``: ``"grouped_gemm"``, or
+        ``"xla"``, the portable backend.
       backward_reason: Why that.
       backward_config: How the kernels of a backward pass cut the problem up; None if there are none.
     """
@@ -236,7 +237,7 @@ class Explanation:
             workspace = _size(self.workspace_bytes or 0)
             lines.append(f"{self.selection.config}, {_FROM[self.selection.source or '']}")
             lines.append(f"{self.smem_bytes} bytes of shared memory a CTA, {workspace} of workspace")
-            lines.append(f"gradients by {self.selection.backward}: {self.selection.backward_reason}")
+            lines.append(f"gradients by kernels: {self.selection.backward}, {self.selection.backward_reason}")
         predicted, floor = (
             "unknown" if time is None else f"{time:.1f} us" for time in (self.predicted_us, self.floor_us)
         )

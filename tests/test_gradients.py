@@ -44,7 +44,8 @@ from moe_pallas.testing import random_logits, random_params, random_tokens
 
 Arrays = dict[str, Any]
 CONFIG = GroupedGemmConfig()
-SAVE = GradientConfig(save="products")
+KERNELS = GradientConfig(kernels=True)
+SAVE = GradientConfig(kernels=True, save="products")
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 0.9, "swiglu_up_offset": 1.0}
 
 
@@ -220,7 +221,7 @@ def inputs(num_tokens: int = 20, dtype: str = "bfloat16") -> tuple[Arrays, jax.A
 
 
 def loss(backend: str, params: Arrays, x: jax.Array, logits: jax.Array, **options: Any) -> jax.Array:
-    y = fused_moe(x, logits, **params, spec=SPEC, backend=backend, **options)
+    y = fused_moe(x, logits, **params, spec=SPEC, backend=backend, **({"gradients": KERNELS} | options))
     return jnp.sum(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape) * y.astype(jnp.float32))
 
 
@@ -237,7 +238,7 @@ def gradient(backend: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("save", ["inputs", "products"])
 def test_wired(stand_ins: list[str], save: str) -> None:
-    args, config = inputs(), GradientConfig(save=save)
+    args, config = inputs(), GradientConfig(kernels=True, save=save)
     options = {"num_tokens": jnp.int32(13)} if save == "inputs" else {"mask": jnp.arange(20) % 3 == 0}
     got = jax.jit(gradient("grouped_gemm", gradients=config, **options))(*args)
     assert_close(got, jax.jit(gradient("xla", **options))(*args), 1e-6)
@@ -250,7 +251,7 @@ def test_a_buffer_used_twice(stand_ins: list[str]) -> None:
     args = inputs()
 
     def twice(backend: str, params: Arrays, x: jax.Array, logits: jax.Array) -> jax.Array:
-        run = functools.partial(fused_moe, **params, spec=SPEC, backend=backend)
+        run = functools.partial(fused_moe, **params, spec=SPEC, backend=backend, gradients=KERNELS)
         y = run(x, logits) + x
         return jnp.sum(jnp.square((run(y, logits) + y).astype(jnp.float32)))
 
@@ -274,7 +275,7 @@ def test_scan_and_checkpoint(stand_ins: list[str], save: str, policy: str) -> No
         def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
             params, router = layer
             logits = x.astype(jnp.float32) @ router.T
-            config = GradientConfig(save=save)
+            config = GradientConfig(kernels=True, save=save)
             return x + fused_moe(x, logits, **params, spec=SPEC, backend=backend, gradients=config), None
 
         if remat:
@@ -313,7 +314,9 @@ def test_shard_map(stand_ins: list[str], save: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
 
     def total(backend: str, params: Arrays, x: jax.Array, logits: jax.Array) -> jax.Array:
-        run = functools.partial(fused_moe, spec=SPEC, backend=backend, gradients=GradientConfig(save=save))
+        run = functools.partial(
+            fused_moe, spec=SPEC, backend=backend, gradients=GradientConfig(kernels=True, save=save)
+        )
         y = jax.shard_map(
             lambda params, x, logits: run(x, logits, **params),
             mesh=mesh,
@@ -332,7 +335,7 @@ def test_shard_map(stand_ins: list[str], save: str) -> None:
 def test_float32_gradients_of_weights(stand_ins: list[str]) -> None:
     params, x, logits = inputs()
     masters = params | {name: params[name].astype(jnp.float32) for name in ("w13", "w2")}
-    config = GradientConfig(float32_weights=True)
+    config = GradientConfig(kernels=True, float32_weights=True)
     want = jax.jit(gradient("xla"))(params, x, logits)
     for backend in ("grouped_gemm", "xla"):
         got = jax.jit(gradient(backend, gradients=config))(masters, x, logits)
@@ -352,7 +355,7 @@ def test_a_layer_hands_its_config_on(stand_ins: list[str]) -> None:
         spec,
         dtype=jnp.bfloat16,
         backend="grouped_gemm",
-        gradients=GradientConfig(save="products", float32_weights=True),
+        gradients=GradientConfig(kernels=True, save="products", float32_weights=True),
     )
     got = jax.jit(jax.grad(lambda params: layer.apply(params, x).astype(jnp.float32).sum()))(params)
     assert got["w13"].dtype == got["w2"].dtype == jnp.float32
@@ -456,7 +459,7 @@ def program(spec: MoESpec, save: str = "inputs") -> Any:
 
     def run(params: Arrays, x: jax.Array, ids: jax.Array, weights: jax.Array, d_y: jax.Array) -> Any:
         def apply(params: Arrays, x: jax.Array, weights: jax.Array) -> jax.Array:
-            config = GradientConfig(save=save)
+            config = GradientConfig(kernels=True, save=save)
             routing = Routing(ids, weights)
             return fused_experts(x, routing, **params, spec=spec, backend="grouped_gemm", gradients=config)
 

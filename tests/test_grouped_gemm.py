@@ -288,13 +288,14 @@ def test_groups_refused() -> None:
 
 # A layer through the public operations.
 
+KERNELS = GradientConfig(kernels=True)
 SPEC = MoESpec(num_experts=16, top_k=4, hidden_size=512, intermediate_size=256)
 
 
 def layer_loss(
     backend: str, x: jax.Array, logits: jax.Array, w13: jax.Array, w2: jax.Array, **rest: Any
 ) -> jax.Array:
-    y = fused_moe(x, logits, w13, w2, spec=SPEC, backend=backend, **rest)
+    y = fused_moe(x, logits, w13, w2, spec=SPEC, backend=backend, **({"gradients": KERNELS} | rest))
     return jnp.sum(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape) * y.astype(jnp.float32))
 
 
@@ -314,7 +315,7 @@ def test_layers_are_lowered() -> None:
     assert count_launches(jax.grad(loss, argnums), *args) == 8
     assert count_launches(jax.value_and_grad(jax.checkpoint(loss), argnums), *args) == 5 + 8
     # Products that are saved are not made again, if the policy saves them too.
-    saves = functools.partial(loss, gradients=GradientConfig(save="products"))
+    saves = functools.partial(loss, gradients=GradientConfig(kernels=True, save="products"))
     by_name = jax.checkpoint_policies.save_only_these_names(GradientConfig.PRODUCTS)
     assert count_launches(jax.value_and_grad(saves, argnums), *args) == 5 + 7
     assert count_launches(jax.value_and_grad(jax.checkpoint(saves, policy=by_name), argnums), *args) == 5 + 7

@@ -83,7 +83,9 @@ def test_explain_agrees_and_gives_reasons() -> None:
             assert text.startswith(f"{why.selection.backend} serves T={problem.num_tokens}, E=8")
             assert all(f"not {name}: {reason}" in text for name, reason in why.rejected)
             if why.selection.backend != "xla":
-                assert f"gradients by {why.selection.backward}: {why.selection.backward_reason}" in text
+                assert (
+                    f"gradients by kernels: {why.selection.backward}, {why.selection.backward_reason}" in text
+                )
     with pytest.raises(UnsupportedError, match="float32"):
         explain(make_problem(dtype="float32"), "swap_ab", device=H200)
 

@@ -30,7 +30,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from moe_pallas import MoE, MoESpec, Routing, fused_experts, fused_moe, reference
+from moe_pallas import GradientConfig, MoE, MoESpec, Routing, fused_experts, fused_moe, reference
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, swap_ab
 from moe_pallas.oracle import assume_device
@@ -194,6 +194,7 @@ def test_a_race_is_seen() -> None:
 
 # Programs: lowered on a CPU for an H200 by tests without a mark, run by those marked gpu
 
+KERNELS = GradientConfig(kernels=True)
 SPEC = MoESpec(num_experts=16, top_k=4, hidden_size=512, intermediate_size=256)
 LAYERS = 3  # of a stack
 
@@ -234,7 +235,8 @@ def call(*args: Any, **rest: Any) -> jax.Array:
 def loss(backend: str, *args: Any, **rest: Any) -> jax.Array:
     x = args[0]
     weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-    return jnp.sum(weights * fused_moe(*args, spec=SPEC, backend=backend, **rest).astype(jnp.float32))
+    y = fused_moe(*args, spec=SPEC, backend=backend, gradients=KERNELS, **rest)
+    return jnp.sum(weights * y.astype(jnp.float32))
 
 
 def with_gradients(function: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -345,7 +347,7 @@ def test_padding_is_lowered(options: dict[str, Any]) -> None:
         assert count_launches(program, *structs, **rest, **given) == launches
 
         def total(*args: Any, **rest: Any) -> jax.Array:
-            return jnp.sum(program(*args, **rest).astype(jnp.float32))
+            return jnp.sum(program(*args, gradients=KERNELS, **rest).astype(jnp.float32))
 
         backward = BACKWARD + (OF_BIASES if spec.expert_bias else 0)
         assert count_launches(with_gradients(total), *structs, **rest, **given) == launches + backward

@@ -333,24 +333,27 @@ class GroupedGemmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientConfig:
-    """What the kernels' backward pass finds, and what it gives.
+    """What computes gradients behind the kernels, what it finds, and what it gives.
 
     Args:
+      kernels: Whether the backward pass is one of Hopper kernels, for weights that are not quantised; else it
+        is the portable backend's. They are not yet proved for every option on a GPU.
       save: ``"inputs"``: a forward pass that is differentiated keeps its inputs, and the products of x and
         w13 are computed once more in the backward pass, a sixth of all products of a step.
         ``"products"``: it keeps those too, T * top_k * 2F numbers of x's dtype, under the name
-        ``"moe_products"``, which policies of ``jax.checkpoint`` can go by. The portable backend keeps what
-        JAX's differentiation keeps.
+        ``"moe_products"``, which policies of ``jax.checkpoint`` can go by; with ``kernels`` alone. The
+        portable backend keeps what JAX's differentiation keeps.
       float32_weights: w13 and w2 are float32 while x is bfloat16 or float16. Each call casts them to x's
         dtype, for its products; their gradients are the float32 sums over tokens, not rounded between
         (by the portable backend: rounded to x's dtype).
 
     Example:
       >>> from moe_pallas import GradientConfig
-      >>> GradientConfig(save="products")
-      GradientConfig(save='products', float32_weights=False)
+      >>> GradientConfig(kernels=True, save="products")
+      GradientConfig(kernels=True, save='products', float32_weights=False)
     """
 
+    kernels: bool = False
     save: str = "inputs"
     float32_weights: bool = False
 
@@ -360,5 +363,8 @@ class GradientConfig:
     def __post_init__(self) -> None:
         if self.save not in self.SAVED:
             raise ValueError(f"save is 'inputs' or 'products'; got {self.save!r}.")
-        if not isinstance(self.float32_weights, bool):
-            raise TypeError(f"float32_weights is a bool; got {self.float32_weights!r}.")
+        for name in ("kernels", "float32_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is a bool; got {getattr(self, name)!r}.")
+        if self.save == "products" and not self.kernels:
+            raise ValueError("save='products' is what the kernels can do; need kernels=True with it.")
