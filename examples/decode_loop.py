@@ -5,9 +5,10 @@
 
 Without arguments it runs the small byte-level model in `tiny_lm` (see `train_tiny.py`). Any Mixtral,
 Qwen3-MoE or OLMoE folder from the Hugging Face hub works. ``--mesh expert=4,tensor=2`` splits the experts
-over eight devices. ``--check`` compares every MoE layer of every step
-with the NumPy reference and fails if one is off. ``--quantize fp8_block`` rounds the experts to FP8 and says
-how far that moves the logits.
+over eight devices. ``--check`` compares every MoE layer of every step with the NumPy reference and fails if
+one is off. ``--quantize fp8_block`` rounds the experts to FP8 and says how far that moves the logits.
+
+The model is in `decoder`, its steps are in `engine`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import itertools
 import math
 import pathlib
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import decoder
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from engine import Generation, MoERows, check_prompts, generate
 
 from moe_pallas import UnsupportedError, reference
 from moe_pallas.spec import QUANTS
@@ -38,8 +38,6 @@ TINY_LM = pathlib.Path(__file__).parent / "tiny_lm"
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 # In FP8 a number at a tie may be rounded the other way, a step of 1/8 in one of F (see moe_pallas.testing).
 FP8_TOLERANCE = 5e-2
-_SMALLEST_BUCKET = 16  # tokens
-_CACHE_MULTIPLE = 64  # slots
 
 
 def define_flags() -> None:
@@ -119,203 +117,6 @@ def load_tokenizer(folder: pathlib.Path, vocab_size: int) -> Tokenizer:
         f"{folder} has no tokenizer.json, and with vocab_size {vocab_size} tokens aren't bytes; add that "
         "file, or give --prompt_ids."
     )
-
-
-MoERows = tuple[tuple[jax.Array, jax.Array], ...]  # inputs and outputs (B, T, D) of each MoE layer
-
-
-@functools.partial(jax.jit, static_argnames=("config", "keep_moe"), donate_argnames="cache")
-def step(
-    config: decoder.DecoderConfig,
-    params: decoder.Params,
-    cache: tuple[decoder.KVCache, ...],
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
-    number: jax.Array,
-    *,
-    keep_moe: bool,
-) -> tuple[jax.Array, tuple[decoder.KVCache, ...], MoERows]:
-    """Runs the model on the next tokens of every sequence and picks the token after them.
-
-    Prefill is a call with T = the padded prompt's length, decode one with T = 1.
-
-    Args:
-      config: The model.
-      params: Its weights.
-      cache: From `decoder.init_cache` or the step before; consumed.
-      tokens: (B, T) int32.
-      start: (B,) int32. Position of each row's first token.
-      lengths: (B,) int32. How many of a row's tokens are real; the rest is padding. 0: the sequence has
-        ended and its row is carried along without work for the experts.
-      temperature: () float32. 0 = the likeliest token.
-      key: JAX random key of the whole generation.
-      number: () int32. Which step of it this is.
-      keep_moe: Return what went into and came out of every MoE layer; otherwise that's empty.
-
-    Returns:
-      Next tokens (B,) int32, the cache, the MoE layers' rows.
-    """
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    mask = offsets < lengths[:, None]
-    hidden, new_cache, records = decoder.forward(
-        config, params, tokens, start[:, None] + offsets, cache, mask
-    )
-    assert new_cache is not None
-    last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = decoder.unembed(config, params, last)
-    token = jax.lax.cond(
-        temperature > 0,
-        lambda: jax.random.categorical(
-            jax.random.fold_in(key, number), logits / jnp.maximum(temperature, 1e-6)
-        ),
-        lambda: jnp.argmax(logits, axis=-1),
-    )
-    moe = tuple((record.inputs, record.outputs) for record in records) if keep_moe else ()
-    return token.astype(jnp.int32), new_cache, moe
-
-
-class Generation(NamedTuple):
-    """What `generate` returns.
-
-    Attributes:
-      tokens: The continuation of each prompt; its last one is the end-of-sequence id if there was one.
-      prefill_shape: (B, T) of the prefill, T with padding.
-      compile_s: Seconds that compiling prefill and decode took, a first run of each included.
-      prefill_s: Seconds from the prompts to the first token of each, without compilation.
-      decode_s: Seconds that all decode steps took together.
-      decode_steps: Their number.
-      decoded: Tokens they gave.
-    """
-
-    tokens: list[list[int]]
-    prefill_shape: tuple[int, int]
-    compile_s: float
-    prefill_s: float
-    decode_s: float
-    decode_steps: int
-    decoded: int
-
-
-def generate(
-    config: decoder.DecoderConfig,
-    params: decoder.Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    check: MoECheck | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
-) -> Generation:
-    """Continues a batch of prompts until each has ended, max_new_tokens are there or the context is full.
-
-    The longest prompt's context counts for all.
-
-    Prompts are padded to a power of two, so that few programs serve all lengths.
-
-    Args:
-      config: The model.
-      params: Its weights.
-      prompts: Token ids of each prompt.
-      max_new_tokens: At least 1.
-      temperature: 0 = the likeliest token each time.
-      seed: Of the sampling.
-      check: Called with every step's MoE layers.
-      progress: Called after every step: tokens per sequence so far, their limit, seconds.
-
-    Raises:
-      ValueError: An empty prompt, one that leaves no room in the context, ids that the model doesn't have;
-        max_new_tokens or temperature out of range.
-    """
-    check_prompts(config, prompts)
-    if max_new_tokens < 1 or not temperature >= 0:
-        raise ValueError(
-            f"max_new_tokens is at least 1 and temperature at least 0; got {max_new_tokens}, {temperature}."
-        )
-    batch, lengths = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
-    longest = int(lengths.max())
-    width = min(max(_SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), config.max_positions)
-    limit = min(max_new_tokens, config.max_positions - longest)
-    slots = min(-(-(longest + limit) // _CACHE_MULTIPLE) * _CACHE_MULTIPLE, config.max_positions)
-    tokens = np.zeros((batch, width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    key = jax.random.key(seed)
-    keep_moe = check is not None
-    cache = jax.device_put(
-        decoder.init_cache(config, batch, slots, params["embed"].dtype), params["embed"].sharding
-    )
-
-    def run(ids: np.ndarray, start: np.ndarray, real: np.ndarray, number: int) -> tuple[np.ndarray, MoERows]:
-        nonlocal cache
-        new, cache, moe = step(
-            config,
-            params,
-            cache,
-            ids,
-            start,
-            real,
-            np.float32(temperature),
-            key,
-            np.int32(number),
-            keep_moe=keep_moe,
-        )
-        return np.asarray(new), moe
-
-    # Both programs are compiled and run once on nothing but padding, so that the times below are a running
-    # server's. What that leaves in the cache is never seen, see `decoder.attention`.
-    start = np.zeros(batch, np.int32)
-    began = time.perf_counter()
-    for ids in (tokens, tokens[:, :1]):
-        run(ids, start, np.zeros_like(lengths), 0)
-    compile_s = time.perf_counter() - began
-
-    seconds: list[float] = []
-    results: list[list[int]] = [[] for _ in prompts]
-    active = np.ones(batch, bool)
-    real = lengths  # of this step's tokens
-    while active.any() and len(seconds) < limit:
-        began = time.perf_counter()
-        new, moe = run(tokens, start, real, len(seconds))
-        seconds.append(time.perf_counter() - began)
-        if check is not None:
-            check(moe, np.arange(tokens.shape[1]) < real[:, None])
-        for row in np.flatnonzero(active).tolist():
-            results[row].append(int(new[row]))
-            active[row] = new[row] not in config.eos_token_ids
-        start, tokens, real = start + real, new[:, None], active.astype(np.int32)
-        if progress is not None:
-            progress(len(seconds), limit, sum(seconds))
-    return Generation(
-        tokens=results,
-        prefill_shape=(batch, width),
-        compile_s=compile_s,
-        prefill_s=seconds[0],
-        decode_s=sum(seconds[1:]),
-        decode_steps=len(seconds) - 1,
-        decoded=sum(map(len, results)) - batch,
-    )
-
-
-def check_prompts(config: decoder.DecoderConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ValueError for prompts that the model can't continue."""
-    if not prompts:
-        raise ValueError("There is no prompt; give at least one.")
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"Prompt {row} is empty; it needs at least one token.")
-        if len(prompt) >= config.max_positions:
-            raise ValueError(
-                f"Prompt {row} has {len(prompt)} tokens; the model's context holds {config.max_positions}, "
-                f"at least one of them new. Shorten the prompt to {config.max_positions - 1} tokens."
-            )
-        if unknown := [token for token in prompt if not 0 <= token < config.vocab_size]:
-            raise ValueError(
-                f"Prompt {row} has the token ids {unknown[:5]}; the model has 0 … {config.vocab_size - 1}."
-            )
 
 
 class MoECheck:

@@ -112,6 +112,12 @@ class DecoderConfig:
     def qk_norm(self) -> QKNorm:
         return _FAMILIES[self.family]
 
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of ``qkv`` that make queries, keys and values."""
+        kv_rows = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_rows, kv_rows
+
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any], moe: MoE) -> DecoderConfig:
         """Reads the contents of a ``config.json``.
@@ -287,7 +293,7 @@ def attention(
     """
     heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
     batch, tokens, _ = x.shape
-    q, k, v = (linear(x, params[name]) for name in ("q", "k", "v"))
+    q, k, v = jnp.split(linear(x, params["qkv"]), np.cumsum(config.qkv_rows)[:2].tolist(), axis=-1)
     if config.qk_norm is QKNorm.PROJECTION:
         q = rms_norm(q, params["q_norm"], config.rms_norm_eps)
         k = rms_norm(k, params["k_norm"], config.rms_norm_eps)
@@ -350,8 +356,8 @@ def forward(
 ) -> tuple[jax.Array, tuple[KVCache, ...] | None, tuple[MoERecord, ...]]:
     """Runs all blocks.
 
-    A Python loop, not ``lax.scan`` over stacked weights: a scan would copy each block's expert weights out
-    of the stack in every decode step, all E of them, of which a token needs top_k.
+    A Python loop, not ``lax.scan`` over stacked weights: on the portable backend a scan would copy each
+    block's expert weights out of the stack in every decode step, all E of them, of which a token needs top_k.
 
     Args:
       config: The model.
@@ -384,8 +390,7 @@ def unembed(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Arr
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Params:
     """Random float32 parameters for training from scratch."""
-    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-    kv_inner = config.num_kv_heads * config.head_dim
+    hidden, (inner, kv_inner, _) = config.hidden_size, config.qkv_rows
 
     def normal(key: jax.Array, *shape: int, std: float) -> jax.Array:
         return std * jax.random.normal(key, shape, jnp.float32)
@@ -394,9 +399,12 @@ def init_params(config: DecoderConfig, key: jax.Array) -> Params:
         q, k, v, o, moe = jax.random.split(key, 5)
         params = {
             "attention_norm": jnp.ones(hidden),
-            "q": normal(q, inner, hidden, std=hidden**-0.5),
-            "k": normal(k, kv_inner, hidden, std=hidden**-0.5),
-            "v": normal(v, kv_inner, hidden, std=hidden**-0.5),
+            "qkv": jnp.concatenate(
+                [
+                    normal(key, rows, hidden, std=hidden**-0.5)
+                    for key, rows in zip((q, k, v), config.qkv_rows, strict=True)
+                ]
+            ),
             # Every block adds two terms to the residual stream; together they shall not outgrow it.
             "o": normal(o, hidden, inner, std=(2 * config.num_layers * inner) ** -0.5),
             "moe_norm": jnp.ones(hidden),
@@ -422,20 +430,18 @@ def init_params(config: DecoderConfig, key: jax.Array) -> Params:
 # Our names for what stands in a block, the MoE layer aside, and the hub's below "model.layers.{i}.".
 _LAYER_TENSORS = {
     "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
     "o": "self_attn.o_proj",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
     "moe_norm": "post_attention_layernorm",
 }
+# Ours is one matrix, as XLA would make it of the three in every step.
+_QKV_TENSORS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj"}
 _MODEL_TENSORS = {"embed": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
 def _dense_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.num_heads * config.head_dim
-    kv_inner = config.num_kv_heads * config.head_dim
+    hidden, (inner, kv_inner, _) = config.hidden_size, config.qkv_rows
     per_head = config.qk_norm is QKNorm.HEAD
     return {
         **dict.fromkeys(("attention_norm", "moe_norm", "norm"), (hidden,)),
@@ -492,6 +498,9 @@ def load_checkpoint(
     def layer(i: int) -> Params:
         _, moe = from_huggingface(folder, i)
         params: Params = {"moe": {name: cast(param) for name, param in moe.items()}}
+        params["qkv"] = jnp.concatenate(
+            [read(ours, f"model.layers.{i}.{theirs}.weight") for ours, theirs in _QKV_TENSORS.items()]
+        )
         for ours, theirs in _LAYER_TENSORS.items():
             if config.qk_norm is not QKNorm.NONE or ours not in ("q_norm", "k_norm"):
                 params[ours] = read(ours, f"model.layers.{i}.{theirs}.weight")
@@ -567,6 +576,9 @@ def save_checkpoint(folder: str | pathlib.Path, config: DecoderConfig, params: P
         for ours, theirs in _LAYER_TENSORS.items():
             if ours in layer:
                 tensors[f"model.layers.{i}.{theirs}.weight"] = layer[ours]
+        parts = np.split(layer["qkv"], np.cumsum(config.qkv_rows)[:2])
+        for theirs, part in zip(_QKV_TENSORS.values(), parts, strict=True):
+            tensors[f"model.layers.{i}.{theirs}.weight"] = np.ascontiguousarray(part)
         tensors |= to_huggingface(config.moe.spec, layer["moe"], i, family=config.family)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     fields = config.to_huggingface() | {"dtype": jnp.dtype(dtype).name}

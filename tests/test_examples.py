@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -33,6 +34,7 @@ FAMILIES = ["mixtral", "qwen3_moe", "olmoe"]
 sys.path.insert(0, str(EXAMPLES))
 import decode_loop  # noqa: E402
 import decoder  # noqa: E402
+import engine  # noqa: E402
 import train_tiny  # noqa: E402
 
 
@@ -119,6 +121,39 @@ def test_batch_equals_single_prompts(qwen):
     assert [len(tokens) for tokens in together] == [1, 10, 10]
     for prompt, tokens in zip(prompts, together, strict=True):
         assert decode_loop.generate(config, params, [prompt], max_new_tokens=10).tokens == [tokens]
+
+
+def test_prompts_in_several_pieces_are_continued_as_in_one(qwen, monkeypatch):
+    """Rows whose prompts have ended keep their token while longer ones go on."""
+    config, params = qwen
+    golden = load_file(GOLDENS / "qwen3_moe" / "golden.safetensors")
+    rows = golden["input_ids"].tolist()
+    prompts = [rows[0][:6], [*rows[1], *rows[0], *rows[1]][:35], rows[1][:1]]
+    whole = decode_loop.generate(config, params, prompts, max_new_tokens=20)
+    monkeypatch.setattr(engine, "piece_width", functools.partial(engine.piece_width, max_tokens=20))
+    pieces = decode_loop.generate(config, params, prompts, max_new_tokens=20)
+    assert (whole.prefill_shape, pieces.prefill_shape) == ((3, 64), (3, 4))
+    assert pieces.tokens == whole.tokens and [len(tokens) for tokens in whole.tokens] == [1, 20, 20]
+    # An end in mid-run, of all sequences or of one.
+    text, other = whole.tokens[1:]
+    assert text[17] not in other
+    cut, length = dataclasses.replace(config, eos_token_ids=(text[17],)), text.index(text[17]) + 1
+    for some, expected in ((prompts[1:2], [text[:length]]), (prompts[1:], [text[:length], other])):
+        ended = decode_loop.generate(cut, params, some, max_new_tokens=20)
+        assert ended.tokens == expected
+        assert ended.decode_steps == max(map(len, expected)) - 1
+
+
+def test_width_of_pieces():
+    widths = [
+        engine.piece_width(*sizes, 4096)
+        for sizes in ((1, 3), (1, 128), (1, 2048), (4, 2049), (16, 2048), (64, 2048), (9000, 3))
+    ]
+    assert widths == [16, 128, 2048, 2048, 512, 128, 1]
+    assert engine.piece_width(1, 90, 100) == 100
+    pieces = list(engine.prompt_pieces([[1, 2, 3], [4], [5, 6]], 2))
+    assert [piece.tokens.tolist() for piece in pieces] == [[[1, 2], [4, 0], [5, 6]], [[3, 0], [0, 0], [0, 0]]]
+    assert [piece.lengths.tolist() for piece in pieces] == [[2, 1, 2], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -297,8 +332,8 @@ def test_matrices_outside_of_the_experts_are_dequantised(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     _, read = decoder.load_checkpoint(tmp_path)
     for ours, theirs in zip(read["layers"], params["layers"], strict=True):
-        assert ours["q"].dtype == jnp.bfloat16 and ours["moe"]["w13"].dtype == jnp.float8_e4m3fn
-        for name in "qkvo":
+        assert ours["qkv"].dtype == jnp.bfloat16 and ours["moe"]["w13"].dtype == jnp.float8_e4m3fn
+        for name in ("qkv", "o"):
             error = np.abs(ours[name].astype(np.float32) - theirs[name])
             assert 0 < error.max() < 0.08 * np.abs(theirs[name]).max()
     name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
