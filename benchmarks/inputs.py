@@ -23,7 +23,7 @@ Pair = tuple[Any, Any]
 # What static scales are made for, the largest |x| and |h|. x is N(0, 1): one in 5e8 is beyond 6. h is
 # silu(gate) · up of two numbers that are N(0, 1): one in 7e9 is beyond 20, and a layer has 2e8 at most.
 # The same for all experts, so that the truth of a few of them is that of the layer.
-_LARGEST = {"w13": 6.0, "w2": 20.0}
+LARGEST = {"w13": 6.0, "w2": 20.0}
 
 
 class Inputs:
@@ -66,8 +66,8 @@ class Inputs:
 
     def _make(self, name: str, key: jax.Array) -> Any:
         gate_up = self.spec.gate_up if name == "w13" and self.spec.gated else None
-        largest = _LARGEST[name]
-        return _scaled_normal(key, self.spec.param_shapes[name], self.dtype, self.scheme, gate_up, largest)
+        largest = LARGEST[name]
+        return scaled_normal(key, self.spec.param_shapes[name], self.dtype, self.scheme, gate_up, largest)
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
@@ -113,7 +113,7 @@ class Inputs:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _scaled_normal(
+def scaled_normal(
     key: jax.Array,
     shape: tuple[int, ...],
     dtype: Any,
@@ -121,6 +121,8 @@ def _scaled_normal(
     gate_up: GateUp | None,
     largest: float,
 ) -> Any:
+    """(E, …, K) N(0, 1/K) in dtype, or quantised; ``largest``: that static scales of activations are for."""
+
     def one(key: jax.Array) -> Any:
         matrix = (jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5).astype(dtype)
         if scheme is None:

@@ -25,20 +25,19 @@ from typing import Any
 from absl import app, flags, logging
 
 from benchmarks import cases, results, roofline
+from benchmarks.choices import ALL, choose, counts
 from benchmarks.session import Options, Session
 from benchmarks.table import Progress, Table
 from benchmarks.variants import BASELINE, VARIANTS, Variant
 
-_ALL = "all"
-
-_MODELS = flags.DEFINE_list("models", [_ALL], f"Models: {', '.join(cases.MODELS)}; or all.")
-_TOKENS = flags.DEFINE_list("tokens", [_ALL], f"Token counts; all: {', '.join(map(str, cases.TOKENS))}.")
+_MODELS = flags.DEFINE_list("models", [ALL], f"Models: {', '.join(cases.MODELS)}; or all.")
+_TOKENS = flags.DEFINE_list("tokens", [ALL], f"Token counts; all: {', '.join(map(str, cases.TOKENS))}.")
 _DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Dtypes of activations, and of weights if not quantised.")
 _QUANTS = flags.DEFINE_list(
     "quants", ["none"], f"How weights and activations are quantised: {', '.join(cases.QUANTS)}; or all."
 )
 _LOADS = flags.DEFINE_list("loads", ["uniform"], f"Expert loads: {', '.join(cases.LOADS)}.")
-_BACKENDS = flags.DEFINE_list("backends", [_ALL], f"What to time: {', '.join(VARIANTS)}; or all.")
+_BACKENDS = flags.DEFINE_list("backends", [ALL], f"What to time: {', '.join(VARIANTS)}; or all.")
 _JSON = flags.DEFINE_string("json", None, "Result file, written after every cell.")
 _COMPARE = flags.DEFINE_string("compare", None, "Compare two result files: --compare A B. Measures nothing.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw the roofline picture into this file (needs matplotlib).")
@@ -160,19 +159,19 @@ def main(argv: Sequence[str]) -> None:
     models = cases.TINY_MODELS if _TINY.value else cases.MODELS
     tokens = cases.TINY_TOKENS if _TINY.value else cases.TOKENS
     chosen = cases.cells(
-        {name: models[name] for name in _choose("models", _MODELS.value, list(models))},
-        _counts("tokens", _choose("tokens", _TOKENS.value, [str(t) for t in tokens], open_ended=True)),
+        {name: models[name] for name in choose("models", _MODELS.value, list(models))},
+        tokens if _TOKENS.value == [ALL] else counts("tokens", _TOKENS.value),
         _DTYPES.value,
-        _choose("loads", _LOADS.value, list(cases.LOADS)),
-        _choose("quants", _QUANTS.value, list(cases.QUANTS)),
+        choose("loads", _LOADS.value, list(cases.LOADS)),
+        choose("quants", _QUANTS.value, list(cases.QUANTS)),
     )
-    variants = [VARIANTS[name] for name in _choose("backends", _BACKENDS.value, list(VARIANTS))]
+    variants = [VARIANTS[name] for name in choose("backends", _BACKENDS.value, list(VARIANTS))]
     options = Options(
         num_layers=_NUM_LAYERS.value,
         memory_bytes=_MEMORY.value * 1e9,
         rounds=_NUM_ROUNDS.value,
         seconds=_SECONDS.value,
-        detail_tokens=tuple(_counts("detail_tokens", _DETAIL.value)),
+        detail_tokens=tuple(counts("detail_tokens", _DETAIL.value)),
         deadline=time.monotonic() + _TIME_BUDGET.value if _TIME_BUDGET.value else float("inf"),
     )
     result = measure(
@@ -192,21 +191,6 @@ def main(argv: Sequence[str]) -> None:
         print(f"Not measured, see above: {', '.join(result['failures'])}", file=sys.stderr)
     if red or result["failures"]:
         sys.exit(1)
-
-
-def _counts(flag: str, values: Sequence[str]) -> list[int]:
-    if wrong := [value for value in values if not value.isdecimal()]:
-        raise app.UsageError(f"--{flag}: token counts, got {', '.join(wrong)}")
-    return [int(value) for value in values]
-
-
-def _choose(flag: str, asked: list[str], known: list[str], *, open_ended: bool = False) -> list[str]:
-    if asked == [_ALL]:
-        return known
-    unknown = [name for name in asked if name not in known]
-    if unknown and not open_ended:
-        raise app.UsageError(f"--{flag}: no {', '.join(unknown)}; there are {', '.join(known)}")
-    return asked
 
 
 if __name__ == "__main__":

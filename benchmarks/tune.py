@@ -22,6 +22,7 @@ import jax
 from absl import app, flags, logging
 
 from benchmarks import cases, roofline, search
+from benchmarks.choices import ALL, choose, counts
 from benchmarks.session import Options
 from benchmarks.table import Progress
 from moe_pallas import MoESpec, UnsupportedError, select_backend
@@ -30,11 +31,11 @@ from moe_pallas.spec import H200
 
 # Large enough for the kernels, small enough for a CPU.
 TINY_MODELS = {"tiny": MoESpec(num_experts=8, top_k=2, hidden_size=128, intermediate_size=128)}
-_ALL, _AUTO = "all", "auto"
+_AUTO = "auto"
 
 _TABLES = flags.DEFINE_string("tables", None, f"Directory of the tables; else what {VARIABLE} says.")
-_MODELS = flags.DEFINE_list("models", [_ALL], f"Models: {', '.join(cases.MODELS)}; or all.")
-_TOKENS = flags.DEFINE_list("tokens", [_ALL], f"Token counts; all: {', '.join(map(str, cases.TOKENS))}.")
+_MODELS = flags.DEFINE_list("models", [ALL], f"Models: {', '.join(cases.MODELS)}; or all.")
+_TOKENS = flags.DEFINE_list("tokens", [ALL], f"Token counts; all: {', '.join(map(str, cases.TOKENS))}.")
 _QUANTS = flags.DEFINE_list("quants", ["none"], f"Of {', '.join(cases.QUANTS)}; or all.")
 _BACKENDS = flags.DEFINE_list(
     "backends", [_AUTO], f"Kernels: {', '.join(CONFIGS)}; auto: the one that would be chosen."
@@ -107,18 +108,15 @@ def main(argv: Sequence[str]) -> None:
 
 def _jobs() -> list[search.Job]:
     models = TINY_MODELS if _TINY.value else cases.MODELS
-    known = [str(t) for t in (cases.TINY_TOKENS if _TINY.value else cases.TOKENS)]
-    tokens = known if _TOKENS.value == [_ALL] else _TOKENS.value
-    if wrong := [value for value in tokens if not value.isdecimal() or value == "0"]:
-        raise app.UsageError(f"--tokens: token counts, got {', '.join(wrong)}")
+    known = cases.TINY_TOKENS if _TINY.value else cases.TOKENS
     chosen = cases.cells(
-        {name: models[name] for name in _choose("models", _MODELS.value, list(models))},
-        [int(value) for value in tokens],
+        {name: models[name] for name in choose("models", _MODELS.value, list(models))},
+        known if _TOKENS.value == [ALL] else counts("tokens", _TOKENS.value),
         ["bfloat16"],
         ["uniform"],
-        _choose("quants", _QUANTS.value, list(cases.QUANTS)),
+        choose("quants", _QUANTS.value, list(cases.QUANTS)),
     )
-    backends = _choose("backends", _BACKENDS.value, [*CONFIGS, _AUTO])
+    backends = choose("backends", _BACKENDS.value, list(CONFIGS), [_AUTO])
     jobs = []
     for cell in chosen:
         for backend in backends:
@@ -132,14 +130,6 @@ def _jobs() -> list[search.Job]:
             else:
                 print(f"{cell}: no kernel can do it", file=sys.stderr)
     return list(dict.fromkeys(jobs))
-
-
-def _choose(flag: str, asked: list[str], known: list[str]) -> list[str]:
-    if asked == [_ALL]:
-        return [name for name in known if name != _AUTO]
-    if unknown := [name for name in asked if name not in known]:
-        raise app.UsageError(f"--{flag}: no {', '.join(unknown)}; there are {', '.join(known)}")
-    return asked
 
 
 if __name__ == "__main__":

@@ -390,41 +390,44 @@ def unembed(config: DecoderConfig, params: Params, hidden: jax.Array) -> jax.Arr
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Params:
     """Random float32 parameters for training from scratch."""
-    hidden, (inner, kv_inner, _) = config.hidden_size, config.qkv_rows
-
-    def normal(key: jax.Array, *shape: int, std: float) -> jax.Array:
-        return std * jax.random.normal(key, shape, jnp.float32)
-
-    def layer(key: jax.Array) -> Params:
-        q, k, v, o, moe = jax.random.split(key, 5)
-        params = {
-            "attention_norm": jnp.ones(hidden),
-            "qkv": jnp.concatenate(
-                [
-                    normal(key, rows, hidden, std=hidden**-0.5)
-                    for key, rows in zip((q, k, v), config.qkv_rows, strict=True)
-                ]
-            ),
-            # Every block adds two terms to the residual stream; together they shall not outgrow it.
-            "o": normal(o, hidden, inner, std=(2 * config.num_layers * inner) ** -0.5),
-            "moe_norm": jnp.ones(hidden),
-            "moe": config.moe.init(moe),
-        }
-        if config.qk_norm is QKNorm.HEAD:
-            params |= {"q_norm": jnp.ones(config.head_dim), "k_norm": jnp.ones(config.head_dim)}
-        elif config.qk_norm is QKNorm.PROJECTION:
-            params |= {"q_norm": jnp.ones(inner), "k_norm": jnp.ones(kv_inner)}
-        return params
-
-    embed, head, *layers = jax.random.split(key, config.num_layers + 2)
+    hidden = config.hidden_size
+    embed, head, *blocks = jax.random.split(key, config.num_layers + 2)
     params = {
-        "embed": normal(embed, config.vocab_size, hidden, std=0.02),
-        "layers": [layer(k) for k in layers],
+        "embed": _normal(embed, config.vocab_size, hidden, std=0.02),
+        "layers": [init_block(config, key) for key in blocks],
         "norm": jnp.ones(hidden),
     }
     if not config.tie_embeddings:
-        params["lm_head"] = normal(head, config.vocab_size, hidden, std=0.02)
+        params["lm_head"] = _normal(head, config.vocab_size, hidden, std=0.02)
     return params
+
+
+def init_block(config: DecoderConfig, key: jax.Array) -> Params:
+    """Random float32 parameters of one block."""
+    hidden, (inner, kv_inner, _) = config.hidden_size, config.qkv_rows
+    *qkv, o, moe = jax.random.split(key, 5)
+    params = {
+        "attention_norm": jnp.ones(hidden),
+        "qkv": jnp.concatenate(
+            [
+                _normal(key, rows, hidden, std=hidden**-0.5)
+                for key, rows in zip(qkv, config.qkv_rows, strict=True)
+            ]
+        ),
+        # Every block adds two terms to the residual stream; together they shall not outgrow it.
+        "o": _normal(o, hidden, inner, std=(2 * config.num_layers * inner) ** -0.5),
+        "moe_norm": jnp.ones(hidden),
+        "moe": config.moe.init(moe),
+    }
+    if config.qk_norm is QKNorm.HEAD:
+        params |= {"q_norm": jnp.ones(config.head_dim), "k_norm": jnp.ones(config.head_dim)}
+    elif config.qk_norm is QKNorm.PROJECTION:
+        params |= {"q_norm": jnp.ones(inner), "k_norm": jnp.ones(kv_inner)}
+    return params
+
+
+def _normal(key: jax.Array, *shape: int, std: float) -> jax.Array:
+    return std * jax.random.normal(key, shape, jnp.float32)
 
 
 # Our names for what stands in a block, the MoE layer aside, and the hub's below "model.layers.{i}.".

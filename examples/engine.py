@@ -32,6 +32,7 @@ STEPS_UNSEEN = 16  # decode steps that are queued before the host looks whether 
 _SMALLEST_BUCKET = 16  # tokens
 _CACHE_MULTIPLE = 64  # slots
 
+Array = jax.Array | np.ndarray
 MoERows = tuple[tuple[jax.Array, jax.Array], ...]  # inputs and outputs (B, T, D) of each MoE layer
 
 
@@ -45,17 +46,17 @@ class State(NamedTuple):
       number: () int32. Decode steps so far.
     """
 
-    tokens: jax.Array
-    positions: jax.Array
-    active: jax.Array
-    number: jax.Array
+    tokens: Array
+    positions: Array
+    active: Array
+    number: Array
 
 
 class Piece(NamedTuple):
     """The next tokens of every prompt: (B, T) int32, and (B,) int32 how many of a row's are real."""
 
-    tokens: jax.Array | np.ndarray
-    lengths: jax.Array | np.ndarray
+    tokens: Array
+    lengths: Array
 
 
 class Sampling(NamedTuple):
@@ -75,7 +76,7 @@ class Output(NamedTuple):
 def init_state(batch: int) -> State:
     """The state before any prompt."""
     zeros = np.zeros(batch, np.int32)
-    return State(*map(jnp.asarray, (zeros, zeros, zeros > 0, np.int32(0))))
+    return jax.device_put(State(zeros, zeros, zeros > 0, np.zeros((), np.int32)))  # compiles nothing
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep_moe"), donate_argnames="cache")
@@ -108,9 +109,10 @@ def step(
         piece = Piece(state.tokens[:, None], state.active.astype(jnp.int32))
         state = state._replace(number=state.number + 1)
     tokens, lengths = map(jnp.asarray, piece)
+    positions = jnp.asarray(state.positions)
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, new_cache, records = decoder.forward(
-        config, params, tokens, state.positions[:, None] + offsets, cache, offsets < lengths[:, None]
+        config, params, tokens, positions[:, None] + offsets, cache, offsets < lengths[:, None]
     )
     assert new_cache is not None
     last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -122,7 +124,7 @@ def step(
     ran = lengths > 0
     new_state = State(
         tokens=jnp.where(ran, picked, state.tokens),
-        positions=state.positions + lengths,
+        positions=positions + lengths,
         active=jnp.where(ran, ~is_last, state.active),
         number=state.number,
     )
