@@ -112,7 +112,7 @@ class Inputs:
         self.__dict__.pop("weights", None)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
 def scaled_normal(
     key: jax.Array,
     shape: tuple[int, ...],
@@ -120,11 +120,15 @@ def scaled_normal(
     scheme: QuantScheme | None,
     gate_up: GateUp | None,
     largest: float,
+    std: float = 1.0,
 ) -> Any:
-    """(E, …, K) N(0, 1/K) in dtype, or quantised; ``largest``: that static scales of activations are for."""
+    """(E, …, K) N(0, std²/K) in dtype, or quantised.
+
+    ``largest``: What static scales of activations are made for.
+    """
 
     def one(key: jax.Array) -> Any:
-        matrix = (jax.random.normal(key, shape[1:], jnp.float32) * shape[-1] ** -0.5).astype(dtype)
+        matrix = (jax.random.normal(key, shape[1:], jnp.float32) * (std * shape[-1] ** -0.5)).astype(dtype)
         if scheme is None:
             return matrix
         is_static = scheme.activations is ActivationScales.STATIC

@@ -88,8 +88,7 @@ TINY_MODELS = {
 def make_params(config: decoder.DecoderConfig, scheme: QuantScheme | None) -> decoder.Params:
     """Random weights in bfloat16, experts quantised where there is a scheme; block by block.
 
-    Embeddings are N(0, 1), so that what blocks add to them does not outgrow them at once; logits are N(0, 1)
-    too, so that sampled tokens, and with them the experts hit, stay as diverse as the prompts'.
+    Logits are N(0, 1), so that sampled tokens, and with them the experts hit, are as diverse as the prompts'.
     """
     embed, head, *blocks = jax.random.split(jax.random.key(0), config.num_layers + 2)
     return {
@@ -114,7 +113,10 @@ def _block(config: decoder.DecoderConfig, scheme: QuantScheme | None, key: jax.A
     for name, expert_key in zip(("w13", "w2"), experts, strict=True):
         gate_up = spec.gate_up if name == "w13" and spec.gated else None
         shape = spec.param_shapes[name]
-        block["moe"][name] = scaled_normal(expert_key, shape, DTYPE, scheme, gate_up, LARGEST[name])
+        # Embeddings are N(0, 1), and all blocks together add about as little to them. With outputs of full
+        # size each rounding would decide what experts later blocks choose, and logits could not be compared.
+        std = (2 * config.num_layers) ** -0.5 if name == "w2" else 1.0
+        block["moe"][name] = scaled_normal(expert_key, shape, DTYPE, scheme, gate_up, LARGEST[name], std)
     return block
 
 
