@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -19,12 +18,12 @@ import pytest
 
 pytest.importorskip("safetensors")
 pytest.importorskip("optax")
+from processes import ROOT, environment
 from safetensors.numpy import load_file, save_file
 
 from moe_pallas import reference_fp8
 from moe_pallas.interop import SafetensorsFolder
 
-ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 GOLDENS = ROOT / "tests" / "data" / "goldens"
 PROMPT = "The import statement"  # the demo's
@@ -36,16 +35,14 @@ import decoder  # noqa: E402
 import train_tiny  # noqa: E402
 
 
-def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+def run_python(*args: str, quick: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs Python as a user does, on one CPU device, and with warnings as errors."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(EXAMPLES), env.get("PYTHONPATH")]))
-    command = [sys.executable, "-W", "error", *args]
+    command, env = [sys.executable, "-W", "error", *args], environment(EXAMPLES, quick=quick)
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def run_example(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return run_python(str(EXAMPLES / name), *args)
+def run_example(name: str, *args: str, quick: bool = True) -> subprocess.CompletedProcess[str]:
+    return run_python(str(EXAMPLES / name), *args, quick=quick)
 
 
 def copy_with(tmp_path: pathlib.Path, family: str, **fields: Any) -> pathlib.Path:
@@ -351,7 +348,7 @@ def test_tokenizers(tmp_path, monkeypatch):
 
 def test_demo_prints_text_and_speeds():
     """What `make demo` runs: the trained model continues its prompt."""
-    run = run_example("decode_loop.py", "--max_new_tokens=12", "--check")
+    run = run_example("decode_loop.py", "--max_new_tokens=12", "--check", quick=False)
     assert run.returncode == 0, run.stderr
     text, rest = run.stdout.split("\n\nmodel: ")
     assert text.startswith(PROMPT) and len(text) == len(PROMPT) + 12 and text.isascii()

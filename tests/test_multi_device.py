@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -11,13 +10,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from processes import ROOT, environment
 
 from benchmarks import projection
 from moe_pallas import MoESpec
 from moe_pallas.configs.collectives import Layout, collectives, moved_bytes, visit_probability
 from moe_pallas.oracle import select_strategy
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "multi_device.md").read_text(encoding="utf-8")
 FIRST, SEVERAL_HOSTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 QWEN = projection.LAYERS["qwen3-235b-a22b"]
@@ -29,12 +28,6 @@ def test_the_first_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(
         "(4, 16, 64) every shard of the experts has all tokens: gather moves"
     )
-
-
-def environment(devices: int) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
@@ -49,7 +42,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         started = [
             subprocess.Popen(
                 [*command, str(process)],
-                env=environment(4 // processes),
+                env=environment(num_devices=4 // processes),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -70,8 +63,9 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 def test_the_decode_loop_says_the_same_on_a_mesh() -> None:
     def run(*args: str) -> str:
         command = [sys.executable, "examples/decode_loop.py", "--max_new_tokens", "40", *args]
-        env = {name: value for name, value in environment(1).items() if name != "XLA_FLAGS"}
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=200
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
