@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import os
@@ -319,6 +320,7 @@ def serve() -> None:
     # Compilers print: the pipe is kept out of their reach.
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # forks end before it would pay
     with contextlib.suppress(EOFError):
         while True:
             folder, timeout_s, request = pickle.load(sys.stdin.buffer)
