@@ -55,8 +55,6 @@ WAYS = {
     "all_to_all": (("data", "expert"), "all_to_all"),
 }
 SHAPES = [shape for shape in itertools.product(range(1, 9), repeat=3) if math.prod(shape) <= 8]
-# Programs run once, so time goes into compiling them.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_mesh(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -104,7 +102,7 @@ def compiled(function: Any, layer: MoE, num_tokens: int, with_mask: bool = False
     x = jax.ShapeDtypeStruct((num_tokens, spec.hidden_size), jnp.float32)
     mask = jax.ShapeDtypeStruct((num_tokens,), bool) if with_mask else None
     args = (params, x) if function is MoE.apply else (params, x, x, mask)
-    return jit(functools.partial(function, layer)).lower(*args).compile()
+    return jax.jit(functools.partial(function, layer)).lower(*args).compile()
 
 
 def assert_equal(got: Any, want: Any, context: str = "") -> None:
@@ -192,7 +190,7 @@ def test_explicit_axes_give_the_same(way: str) -> None:
     layer = make_layer(FULL, (2, 2, 2), way, AxisType.Explicit)
     params, x, d_y = random_params(FULL), random_tokens(FULL, 9), random_tokens(FULL, 9, seed=1)
     mask = np.ones(9, bool)
-    got = jit(pull_back_aux, static_argnums=0)(layer, place(layer, params), x, d_y, mask)
+    got = jax.jit(pull_back_aux, static_argnums=0)(layer, place(layer, params), x, d_y, mask)
     assert_equal(got, compiled(pull_back_aux, MoE(FULL), 9, with_mask=True)(params, x, d_y, mask))
     assert_close(got[0][1][0], reference.moe(params, x, FULL))
 
@@ -203,7 +201,7 @@ def test_any_leading_axes(lead: tuple[int, ...]) -> None:
     params = random_params(SMALL)
     x = random_tokens(SMALL, math.prod(lead)).reshape(*lead, SMALL.hidden_size)
     count = np.int32(math.prod(lead) - 1)
-    apply = jit(functools.partial(MoE.apply, return_aux=True), static_argnums=0)
+    apply = jax.jit(functools.partial(MoE.apply, return_aux=True), static_argnums=0)
     got = apply(layer, place(layer, params), x, num_tokens=count)
     assert_equal(got, apply(MoE(SMALL), params, x, num_tokens=count))
 
@@ -218,7 +216,7 @@ def test_scan_over_layers_and_checkpoint(way: str) -> None:
         block = jax.checkpoint(lambda x, p: (x + layer.apply(p, x), None))
         return jnp.square(lax.scan(block, x, params)[0]).mean()
 
-    value_and_grad = jit(jax.value_and_grad(loss, argnums=(1, 2)), static_argnums=0)
+    value_and_grad = jax.jit(jax.value_and_grad(loss, argnums=(1, 2)), static_argnums=0)
     specs = layer.sharding.param_specs(SMALL)
     mesh = layer.sharding.mesh
     placed = {n: jax.device_put(v, NamedSharding(mesh, P(None, *specs[n]))) for n, v in stacked.items()}
@@ -231,7 +229,7 @@ def test_bfloat16(way: str) -> None:
     spec = dataclasses.replace(SMALL, hidden_size=64, intermediate_size=64)
     layer = make_layer(spec, (1, 4, 2), way)
     params, x = random_params(spec, dtype="bfloat16"), random_tokens(spec, 16, dtype="bfloat16")
-    y = jit(layer.apply)(place(layer, params), x)
+    y = jax.jit(layer.apply)(place(layer, params), x)
     assert y.dtype == jnp.bfloat16
     truth = reference.moe(params, x, spec)
     error = np.asarray(y, np.float64) - truth
@@ -245,7 +243,7 @@ def test_quantised_experts(way: str) -> None:
     params = quantize_experts(random_params(SMALL), SMALL, "fp8_channel")
     x = random_tokens(SMALL, 16)
     layer = make_layer(SMALL, (2, 4, 1), way)
-    assert_equal(jit(layer.apply)(params, x), MoE(SMALL).apply(params, x))
+    assert_equal(jax.jit(layer.apply)(params, x), MoE(SMALL).apply(params, x))
     with pytest.raises(UnsupportedError, match="quantised weights can't be split over the axis 'tensor'"):
         make_layer(SMALL, (2, 2, 2), way).apply(params, x)
 
@@ -283,7 +281,7 @@ def test_ragged_all_to_all_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sharding_module, "_padded_give_back", sharding_module._ragged_give_back)
     layer = make_layer(FULL, (1, 4, 2), "all_to_all")
     params, x, d_y = random_params(FULL), random_tokens(FULL, 13), random_tokens(FULL, 13, seed=1)
-    program = jit(pull_back, static_argnums=0)
+    program = jax.jit(pull_back, static_argnums=0)
     for favourites in ([], [0, 1], [6, 7]):
         biased = with_bias(params, favourites) if favourites else params
         got = program(layer, place(layer, biased), x, d_y)
@@ -341,7 +339,7 @@ def test_one_device_adds_nothing() -> None:
         layer = make_layer(SMALL, (1, 1, 1), way)
         x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
         params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in SMALL.param_shapes.items()}
-        assert instructions(jit(layer.apply).lower(params, x).compile()) == instructions(plain)
+        assert instructions(jax.jit(layer.apply).lower(params, x).compile()) == instructions(plain)
 
 
 def test_one_device_of_explicit_axes_adds_nothing() -> None:
@@ -388,7 +386,7 @@ def test_a_shared_expert_is_split_where_it_can_be() -> None:
     assert axes((2, 4, 1), "replicated", gate_up="stacked") == ()
     whole = dataclasses.replace(FULL, gate_up="stacked")
     params, x = random_params(whole), random_tokens(whole, 6)
-    y = jit(make_layer(whole, (1, 4, 1), "replicated").apply)(params, x)
+    y = jax.jit(make_layer(whole, (1, 4, 1), "replicated").apply)(params, x)
     assert_close(y, reference.moe(params, x, whole))
 
 
