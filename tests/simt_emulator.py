@@ -31,7 +31,9 @@ class _Scalar:
     dtype: Any
 
     def __init__(self, value: Any):
-        self.value = np.broadcast_to(np.asarray(value, self.dtype), NUM_THREADS)
+        array = np.asarray(value, self.dtype)
+        self.value = array if array.shape else np.full(NUM_THREADS, array)
+        assert self.value.shape == (NUM_THREADS,)
 
     @classmethod
     def of(cls, value: Any) -> Any:
@@ -226,8 +228,8 @@ class _Accesses:
 
     def __init__(self, size: int):
         # The last write, and the last read of each warp.
-        self.writes = np.full((size, 4), self.NOBODY)
-        self.reads = np.full((size, NUM_THREADS // 32, 4), self.NOBODY)
+        self.writes = np.full((size, 4), self.NOBODY, np.int32)
+        self.reads = np.full((size, NUM_THREADS // 32, 4), self.NOBODY, np.int32)
 
     def read(self, index: np.ndarray, threads: np.ndarray) -> np.ndarray:
         """Note that some threads read a word each; which of them read what others have written just now."""

@@ -163,7 +163,7 @@ def blocks_of(ids: np.ndarray, num_experts: int, block_m: int) -> Iterator[tuple
     """(expert, its tokens) of each block; of one token, in the order of its choices."""
     order = range(num_experts) if len(ids) > 1 else [e for e in dict.fromkeys(ids[0].tolist()) if e >= 0]
     for expert in order:
-        tokens = [t for t, row in enumerate(ids) if expert in row]
+        tokens = np.flatnonzero((ids == expert).any(1)).tolist()
         for start in range(0, len(tokens), block_m):
             yield expert, tokens[start : start + block_m]
 
