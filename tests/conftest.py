@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 # Sharding is tested on any machine, and most of the time goes into compiling what runs once: so without
 # optimisation, and by the older of XLA's two ways to emit a fusion on a CPU, which takes a third of the time
-# (the newer goes through MLIR). XLA reads the flags when jax makes its first CPU device; what is given from
-# outside comes later in the line and so wins.
+# (jax 0.12 has the newer alone, which goes through MLIR). XLA reads the flags when jax makes its first CPU
+# device; what is given from outside comes later in the line and so wins.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
