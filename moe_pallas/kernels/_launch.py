@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import SwapABConfig
 from moe_pallas.kernels import _mgpu, _quantise, _routing
+from moe_pallas.kernels._ring import Ring
 from moe_pallas.kernels._schedule import Item, Schedule
 from moe_pallas.kernels._weights import block_start
 from moe_pallas.plan import BlockPlan
@@ -70,7 +71,7 @@ class Scratch(NamedTuple):
     maxima: Any = None  # (4 * block_m,): what each warp found of a block's tokens
 
 
-class Launch:
+class Launch(Ring):
     """What the roles of a CTA share: statics, references, and which items are this CTA's."""
 
     def __init__(
@@ -88,6 +89,7 @@ class Launch:
         phases: frozenset[str],
         interpret: bool,
     ):
+        super().__init__(scratch.empty, config.num_stages)
         self.operands, self.y, self.buffers, self.scratch = operands, y, buffers, scratch
         self.spec, self.config, self.num_tokens, self.num_ctas = spec, config, num_tokens, num_ctas
         self.scheme, self.phases, self.interpret = scheme, phases, interpret
@@ -262,25 +264,3 @@ class Launch:
         """``step = body(i, step)`` for each item i of this CTA in a phase, if this launch has the phase."""
         count = {"up": self.schedule.num_ups, "down": self.schedule.num_downs}[phase]
         return lax.fori_loop(0, count, body, step) if phase in self.phases else step
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.config.num_stages))
-
-    def await_empty(self, step: jax.Array) -> jax.Array:
-        """Wait until the stage of a step is free; return the stage."""
-        stage = self.stage(step)
-
-        @pl.when(step >= self.config.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[stage])  # what it held is multiplied
-
-        return stage
-
-    def drain(self, steps: jax.Array) -> None:
-        """Wait for what `await_empty` did not: a barrier may go when all its completions were seen."""
-        late = jnp.minimum(steps, self.config.num_stages)
-
-        @pl.loop(0, late)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[self.stage(steps - late + i)])

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.kernels import _gather, _mgpu
+from moe_pallas.kernels._ring import Ring
 
 NUMBERS = 8  # items whose numbers are kept; the producer is up to num_stages items ahead, if they are short
 
@@ -26,7 +26,7 @@ PRODUCER = 2  # warpgroup; 0 and 1 are the consumers
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 216, 72
 
 
-class Persistent:
+class Persistent(Ring):
     """A CTA of such a kernel.
 
     Args:
@@ -41,7 +41,8 @@ class Persistent:
     def __init__(
         self, flags: Any, scratch: Any, *, num_stages: int, items: Any, num_ctas: int, interpret: bool
     ):
-        self.flags, self.scratch, self.num_stages, self.items = flags, scratch, num_stages, items
+        super().__init__(scratch.empty, num_stages)
+        self.flags, self.scratch, self.items = flags, scratch, items
         self.num_ctas, self.interpret = num_ctas, interpret
         self.numbers, self.epoch = (scratch.words.at[pl.ds(*at)] for at in ((0, NUMBERS), (NUMBERS, 2)))
         self.cta = lax.axis_index("cta")
@@ -82,32 +83,3 @@ class Persistent:
         """Consumer: the next item's number."""
         plgpu.barrier_wait(self.scratch.drawn.at[slot])
         return self.numbers[slot]
-
-    def stage(self, step: jax.Array) -> jax.Array:
-        """Place in the ring."""
-        return lax.rem(step, jnp.int32(self.num_stages))
-
-    def await_empty(self, step: jax.Array) -> jax.Array:
-        """Producer: wait until the stage of a step is free; return the stage."""
-        stage = self.stage(step)
-
-        @pl.when(step >= self.num_stages)
-        def _await_empty() -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[stage])  # what it held is multiplied
-
-        return stage
-
-    def free_before(self, step: jax.Array) -> None:
-        """Consumer: free the stage of the step before this one."""
-        plgpu.barrier_arrive(self.scratch.empty.at[self.stage(step + self.num_stages - 1)])
-
-    def drain(self, total: jax.Array) -> None:
-        """Producer: wait for what `await_empty` did not, after so many steps.
-
-        A barrier may go when all its completions were seen.
-        """
-        last = jnp.minimum(total, self.num_stages)
-
-        @pl.loop(0, last)
-        def _(i: jax.Array) -> None:
-            plgpu.barrier_wait(self.scratch.empty.at[self.stage(total - last + i)])

@@ -235,7 +235,7 @@ def _multiply(
 
             @pl.when(k > 0)
             def _free() -> None:
-                plgpu.barrier_arrive(scratch.empty.at[launch.stage(step + k + config.num_stages - 1)])
+                launch.free_before(step + k)
 
         lax.fori_loop(0, num_steps, multiply, None)
         values = tuple(accumulator[...] for accumulator in accumulators)
