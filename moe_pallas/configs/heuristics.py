@@ -150,7 +150,7 @@ def _candidates(problem: Problem, block_m: int) -> Iterator[SwapABConfig]:
         fields = dict(zip(("slabs", "up_rows", "down_rows", "up_splits", "down_splits"), cut, strict=True))
         config = SwapABConfig(block_m=block_m, num_stages=3, **fields)
         up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
-        if -(-down_steps // config.down_splits) > _MOST_DOWN_STEPS and config.down_splits < 16:
+        if config.down_part(spec) > _MOST_DOWN_STEPS and config.down_splits < 16:
             continue
         if can_split(up_steps, config.up_splits) and can_split(down_steps, config.down_splits):
             yield config
@@ -168,11 +168,10 @@ def _most_stages(config: SwapABConfig, problem: Problem) -> int:
 def busiest_us(config: SwapABConfig, problem: Problem, blocks: int, num_sms: int) -> float:
     """Time of the CTA that has the most to do."""
     spec, itemsize = problem.spec, 2 if problem.quant == "none" else 1
-    up_part = -(-config.up_steps(spec) // config.up_splits)
-    down_part = -(-config.down_steps(spec) // config.down_splits)
+    up_part, down_part = config.up_part(spec), config.down_part(spec)
     up_us = _item_us(config.up_weight_rows() * itemsize, up_part)
     down_us = _item_us(config.down_width() * itemsize, down_part)
-    if not (config.makes_groups or problem.activation_scales in (None, ActivationScales.STATIC)):
+    if config.reads_floats(problem.activation_scales):
         down_us += down_part * _QUANTISE_US * config.block_m / 8
     ups = blocks * config.up_tiles(spec) * config.up_splits
     downs = blocks * config.down_tiles(spec) * config.down_splits

@@ -128,10 +128,13 @@ class SwapABConfig:
                 return f"needs {name} in multiples of 128 from {least} on in FP8; got {size}."
         return None
 
-    @property
-    def makes_groups(self) -> bool:
-        """Whether a tile of the first GEMM makes whole groups of 128 columns of h, to quantise them there."""
-        return self.slabs == 2 and self.up_rows == self.SLAB
+    def reads_floats(self, activations: ActivationScales | None) -> bool:
+        """Whether h is float32, quantised by who reads it, with these scales (None: not in FP8).
+
+        Else scales are stored, or those of groups of 128 columns, which a tile of the first GEMM makes whole.
+        """
+        makes_groups = self.slabs == 2 and self.up_rows == self.SLAB
+        return not makes_groups and activations not in (None, ActivationScales.STATIC)
 
     def up_weight_rows(self) -> int:
         """Weight rows of a tile of the first GEMM."""
@@ -148,6 +151,14 @@ class SwapABConfig:
     def up_steps(self, spec: MoESpec) -> int:
         """Steps of 128 columns over D."""
         return -(-spec.hidden_size // self.BLOCK_K)
+
+    def up_part(self, spec: MoESpec) -> int:
+        """Most steps of an item of the first GEMM."""
+        return -(-self.up_steps(spec) // self.up_splits)
+
+    def down_part(self, spec: MoESpec) -> int:
+        """Most steps of an item of the second."""
+        return -(-self.down_steps(spec) // self.down_splits)
 
     def down_width(self) -> int:
         """Columns of y that one tile of the second GEMM makes, weight rows of one likewise."""
@@ -198,11 +209,10 @@ class SwapABConfig:
         if problem.activation_scales is None:
             return 2 * rows * spec.intermediate_size + 4 * floats
         codes = rows * spec.intermediate_size + problem.num_tokens * spec.hidden_size
-        if problem.activation_scales is not ActivationScales.STATIC:
-            if self.makes_groups:
-                floats += rows * self.down_steps(spec)
-            else:
-                codes += 3 * rows * spec.intermediate_size
+        if self.reads_floats(problem.activation_scales):
+            codes += 3 * rows * spec.intermediate_size
+        elif problem.activation_scales is not ActivationScales.STATIC:
+            floats += rows * self.down_steps(spec)
         is_group = problem.activation_scales is ActivationScales.GROUP
         floats += problem.num_tokens * (self.up_steps(spec) if is_group else 1)
         return codes + 4 * floats

@@ -95,7 +95,7 @@ class Launch(Ring):
         self.scheme, self.phases, self.interpret = scheme, phases, interpret
         self.in_blocks = scheme is not None and scheme.weights is WeightScales.BLOCK
         self.h_in_groups = scheme is not None and scheme.hidden is ActivationScales.GROUP
-        self.reads_floats = self.h_in_groups and not config.makes_groups
+        self.reads_floats = config.reads_floats(None if scheme is None else scheme.activations)
         self.is_fused = len(phases) > 1
         self.cta = lax.axis_index("cta")
         problem = Problem(spec=spec, num_tokens=num_tokens, dtype="bfloat16")

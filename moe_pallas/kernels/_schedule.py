@@ -56,8 +56,9 @@ class Schedule:
         phases: frozenset[str],
     ):
         self._cta, self._num_ctas = cta, num_ctas
-        self._up = _Cut(config.up_tiles(spec), config.up_splits, config.up_steps(spec))
-        self._down = _Cut(config.down_tiles(spec), config.down_splits, config.down_steps(spec))
+        up_steps, down_steps = config.up_steps(spec), config.down_steps(spec)
+        self._up = _Cut(config.up_tiles(spec), config.up_splits, up_steps, config.up_part(spec))
+        self._down = _Cut(config.down_tiles(spec), config.down_splits, down_steps, config.down_part(spec))
         none = jnp.int32(0)
         ups = num_blocks * self._up.per_block if "up" in phases else none
         downs = num_blocks * self._down.per_block if "down" in phases else none
@@ -89,10 +90,9 @@ class Schedule:
 class _Cut:
     """How a block's part of one GEMM is cut into items."""
 
-    def __init__(self, tiles: int, splits: int, steps: int):
-        self.tiles, self.splits, self.steps = tiles, splits, steps
+    def __init__(self, tiles: int, splits: int, steps: int, part: int):
+        self.tiles, self.splits, self.steps, self.part = tiles, splits, steps, part
         self.per_block = tiles * splits
-        self.part = -(-steps // splits)
 
     def item(self, number: jax.Array) -> Item:
         rest, split = divmod_static(number, self.splits)

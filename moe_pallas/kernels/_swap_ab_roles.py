@@ -129,8 +129,7 @@ def load_tokens(launch: Launch) -> None:
 
     def quantise(item: Item, step: jax.Array, width: int) -> None:
         end = item.first_step + item.num_steps
-        longest = -(-config.down_steps(launch.spec) // config.down_splits)
-        some = min(longest, max(1, _WORDS_IN_FLIGHT // width))
+        some = min(config.down_part(launch.spec), max(1, _WORDS_IN_FLIGHT // width))
         blocks = launch.down_blocks(item, plan.block_expert[item.block])
         of_h = buffers.h, blocks, plan.block_row[item.block], plan.block_size[item.block]
         if launch.interpret:

@@ -257,10 +257,10 @@ def _run(
             x=struct((num_tokens, hidden_size), operands.w13.dtype),
             x_scale=struct((num_tokens, per_token), jnp.float32),
         )
-        if scheme.hidden is ActivationScales.GROUP and config.makes_groups:
-            buffers = buffers._replace(h_scale=struct((rows, config.down_steps(spec)), jnp.float32))
-        elif scheme.hidden is ActivationScales.GROUP:
+        if config.reads_floats(scheme.activations):
             buffers = buffers._replace(h=struct(buffers.h.shape, jnp.float32))
+        elif scheme.hidden is ActivationScales.GROUP:
+            buffers = buffers._replace(h_scale=struct((rows, config.down_steps(spec)), jnp.float32))
     y = struct((num_tokens, hidden_size), x.dtype)
     run = functools.partial(
         _call, spec=spec, config=config, scheme=scheme, num_ctas=num_ctas, interpret=interpret
