@@ -7,15 +7,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from moe_pallas.kernels._mgpu import SCALAR, address, operand_transforms, ptx, scalar, shared_address
+from moe_pallas.kernels._mgpu import (
+    SCALAR,
+    address,
+    held,
+    held_layout,
+    hold,
+    operand_transforms,
+    ptx,
+    scalar,
+    shared_address,
+)
 
 _GATHER_BARRIER = 9  # named barrier (bar.sync), see `moe_pallas.kernels._mgpu`
 
@@ -242,7 +250,7 @@ def gather_tile(
             plgpu.RefType(),
             plgpu.RefType(operand_transforms(x_smem.dtype)),
             plgpu.RefType(),
-            _held(per_thread),
+            held_layout(per_thread),
             SCALAR,
             SCALAR,
         )
@@ -276,11 +284,6 @@ def gather_tile(
     return lambda step, stage: gather(x_gmem, x_smem, landed_smem, found, step, stage)
 
 
-def _held(per_thread: int) -> Any:
-    """Layout of the rows that a warpgroup's threads keep, so many each."""
-    return plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
-
-
 def _find_rows(
     x_gmem: Any, token_of: Any | None, first: jax.Array, size: jax.Array, per_thread: int
 ) -> jax.Array:
@@ -292,14 +295,12 @@ def _find_rows(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=_held(per_thread)),
+        return_type=plgpu.ShapeDtypeStruct((128 * per_thread,), jnp.int32, layout=held_layout(per_thread)),
     )
     def find(ctx: Any, tokens: Any, first: Any, size: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        registers = np.empty((per_thread,), dtype=object)
-        for i in range(per_thread):
-            token = llvm.inline_asm(
-                i32,
+        rows = [
+            llvm.inline_asm(
+                ir.IntegerType.get_signless(32),
                 [address(tokens), scalar(first), scalar(size)],
                 f"""{{ .reg .pred p; .reg .b32 r; .reg .b64 a;
                 mov.u32 r, %tid.x; and.b32 r, r, 127; shr.u32 r, r, 3; add.s32 r, r, {16 * i};
@@ -307,18 +308,16 @@ def _find_rows(
                 "=&r,l,r,r,~{memory}",
                 has_side_effects=True,
             )
-            vector = llvm.mlir_undef(ir.VectorType.get((1,), i32))
-            registers[i] = llvm.insertelement(vector, token, mgpu.utils.c(0, i32))
-        layout = mgpu.WGStridedFragLayout((128 * per_thread,), vec_size=1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+            for i in range(per_thread)
+        ]
+        return hold(rows, is_signed=True)
 
     return find(x_gmem if token_of is None else token_of, first, size)
 
 
 def _named_rows(found: Any) -> dict[str, ir.Value]:
     """What `_find_rows` found, as registers t0, t1, …."""
-    zero = mgpu.utils.c(0, ir.IntegerType.get_signless(32))
-    return {f"t{i}": llvm.extractelement(v, zero) for i, v in enumerate(found.registers.flat)}
+    return {f"t{i}": row for i, row in enumerate(held(found))}
 
 
 def gather_panel(
@@ -362,7 +361,7 @@ def gather_panel(
         arg_types=(
             plgpu.RefType(),
             plgpu.RefType(operand_transforms(x_smem.dtype)),
-            _held(per_thread),
+            held_layout(per_thread),
             SCALAR,
             SCALAR,
         )

@@ -16,6 +16,7 @@ ends with an error.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -93,6 +94,30 @@ def ptx(code: str, **operands: ir.Value) -> None:
 def scalar(value: Any) -> ir.Value:
     """Give the one register of a scalar."""
     return value.registers.item()
+
+
+def held_layout(per_thread: int) -> Any:
+    """Layout of an array that is no more than what each thread of a warpgroup keeps, so many words."""
+    return plgpu.Layout.WG_STRIDED((128 * per_thread,), vec_size=1)
+
+
+def hold(values: Sequence[ir.Value], *, is_signed: bool | None) -> mgpu.FragmentedArray:
+    """Make such an array of a thread's words; ``is_signed`` of integers, None of floats."""
+    registers = np.empty((len(values),), dtype=object)
+    for i, value in enumerate(values):
+        vector = llvm.mlir_undef(ir.VectorType.get((1,), value.type))
+        registers[i] = llvm.insertelement(vector, value, _zero())
+    layout = mgpu.WGStridedFragLayout((128 * len(values),), vec_size=1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+
+def held(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's words of such an array."""
+    return [llvm.extractelement(register, _zero()) for register in array.registers.flat]
+
+
+def _zero() -> ir.Value:
+    return mgpu.utils.c(0, ir.IntegerType.get_signless(32))
 
 
 def draw_ticket(flags_gmem: Any, epoch_smem: Any, num_ctas: int) -> None:

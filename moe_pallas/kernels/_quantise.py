@@ -13,10 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
@@ -273,17 +271,11 @@ def load_rows(
                 for s in range(1, len(starts)):
                     start = select(thread.equals(s), starts[s], start)
                 made.append(Memory(weights).load(start + at))
-        registers = np.empty((count,), dtype=object)
-        for i, value in enumerate(made):
-            vector = llvm.mlir_undef(ir.VectorType.get((1,), ir.F32Type.get()))
-            registers[i] = llvm.insertelement(vector, value.value, Int.of(0).value)
-        layout = mgpu.WGStridedFragLayout((128 * count,), vec_size=1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return _mgpu.hold([value.value for value in made], is_signed=None)
 
-    held = plgpu.Layout.WG_STRIDED((128 * count,), vec_size=1)
     run = plgpu.inline_mgpu(
         arg_types=(*[plgpu.RefType()] * 2, *[_mgpu.SCALAR] * (4 + len(starts))),
-        return_type=plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, layout=held),
+        return_type=plgpu.ShapeDtypeStruct((128 * count,), jnp.float32, layout=_mgpu.held_layout(count)),
     )(load)
     return run(h, h if blocks is None else blocks[0], first, size, step, end, *starts)
 
@@ -314,7 +306,7 @@ def store_operand(
 
     def store(ctx: Any, rows: Any, operand: Any, scales: Any, stage: Any) -> None:
         stage = Int(_mgpu.scalar(stage))
-        held = [Float(llvm.extractelement(r, Int.of(0).value)) for r in rows.registers.flat]
+        held = [Float(word) for word in _mgpu.held(rows)]
         thread, table = thread_index() & 127, Memory(scales)
         row, chunk = thread >> 4, (thread & 15) >> 1
         to = Int(_mgpu.shared_address(operand)) + stage * (block_m * columns) + row * columns
@@ -337,7 +329,7 @@ def store_operand(
                 table.store(stage * per_stage + (per_stage - num_blocks) + thread, mine[-1])
         _mgpu.ptx(f"fence.proxy.async.shared::cta; bar.sync {_BARRIER}, 128;")
 
-    held = plgpu.Layout.WG_STRIDED(rows.shape, vec_size=1)
+    held = _mgpu.held_layout(rows.shape[0] // 128)
     tile = plgpu.RefType(_mgpu.operand_transforms(operand.dtype))
     plgpu.inline_mgpu(arg_types=(held, tile, plgpu.RefType(), _mgpu.SCALAR))(store)(
         rows, operand, scales, stage
