@@ -64,7 +64,7 @@ from moe_pallas.kernels._block_launch import (
     tile_width,
 )
 from moe_pallas.kernels._block_results import Results
-from moe_pallas.kernels._persistent import NUMBERS
+from moe_pallas.kernels._persistent import ring_scratch, run_roles
 from moe_pallas.spec import ActivationScales, GateUp, QuantScheme, WeightScales
 
 
@@ -249,8 +249,8 @@ def _consume(launch: Launch, consumer: jax.Array) -> None:
     results.end()
 
 
-def _kernel(*refs: Any, unflatten: Callable[..., Any], **statics: Any) -> None:
-    launch = Launch(*unflatten(refs), **statics)
+def _kernel(*trees: Any, **statics: Any) -> None:
+    launch = Launch(*trees, **statics)
     launch.run(functools.partial(_produce, launch), functools.partial(_consume, launch))
 
 
@@ -275,7 +275,6 @@ def multiply_blocks(
     Returns what there is in ``make``, a `jax.ShapeDtypeStruct` each.
     """
     dtype, stages = operands.rows.dtype, config.num_stages
-    assert stages < NUMBERS, stages
     columns = num_columns(operands.weights.shape, gate_up, contract_last)
     tile = _mgpu.operand_transforms(dtype)
     block_k = 128 // dtype.itemsize
@@ -294,49 +293,25 @@ def multiply_blocks(
         rows=plgpu.SMEM((stages, BLOCK_M, block_k), dtype, transforms=tile),
         weights=plgpu.SMEM((stages, *weights_tile), dtype, transforms=tile),
         results=plgpu.SMEM(results, made.dtype, transforms=_mgpu.operand_transforms(made.dtype)),
-        words=plgpu.SMEM((NUMBERS + 2,), jnp.int32),
-        landed=plgpu.SMEM((stages, 2), jnp.int32) if lands else None,
         scales=plgpu.SMEM(scales, jnp.float32) if scheme is not None else None,
         full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-        empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        drawn=plgpu.Barrier(num_arrivals=1, num_barriers=NUMBERS),
+        **ring_scratch(stages, lands),
     )
     if interpret is None:
         operands = operands._replace(flags=_mgpu.new_flags(0))
-    leaves, tree = jax.tree.flatten(operands)
-    structs, made_tree = jax.tree.flatten(make)
-    scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
-
-    def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
-        ends = len(leaves), len(leaves) + len(structs)
-        parts = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
-        trees = tree, made_tree, scratch_tree
-        return tuple(jax.tree.unflatten(t, part) for t, part in zip(trees, parts, strict=True))
-
-    found = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            unflatten=unflatten,
-            gate_up=gate_up,
-            activate=activate,
-            limit=limit,
-            contract_last=contract_last,
-            scheme=scheme,
-            config=config,
-            block_n=block_n,
-            num_ctas=num_ctas,
-            interpret=interpret is not None,
-        ),
-        out_type=structs,
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=scratch_leaves,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        kernel_name=name,
-        interpret=interpret,
-    )(*leaves)
-    return jax.tree.unflatten(made_tree, found)
+    body = functools.partial(
+        _kernel,
+        gate_up=gate_up,
+        activate=activate,
+        limit=limit,
+        contract_last=contract_last,
+        scheme=scheme,
+        config=config,
+        block_n=block_n,
+        num_ctas=num_ctas,
+        interpret=interpret is not None,
+    )
+    outputs: Outputs = run_roles(
+        body, operands, make, scratch, num_ctas=num_ctas, name=name, interpret=interpret
+    )
+    return outputs

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -83,3 +84,63 @@ class Persistent(Ring):
         """Consumer: the next item's number."""
         plgpu.barrier_wait(self.scratch.drawn.at[slot])
         return self.numbers[slot]
+
+
+def ring_scratch(num_stages: int, lands: bool) -> dict[str, Any]:
+    """Describe what `Persistent` needs of the scratch; ``lands``: whether something comes by cp.async."""
+    assert num_stages < NUMBERS, num_stages
+    return {
+        "words": plgpu.SMEM((NUMBERS + 2,), jnp.int32),
+        "landed": plgpu.SMEM((num_stages, 2), jnp.int32) if lands else None,
+        "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "drawn": plgpu.Barrier(num_arrivals=1, num_barriers=NUMBERS),
+    }
+
+
+def run_roles(
+    body: Callable[..., None],
+    operands: Any,
+    make: Any,
+    scratch: Any,
+    *,
+    num_ctas: int,
+    name: str,
+    interpret: Any,
+) -> Any:
+    """Run ``body(operands, outputs, scratch)`` in three warpgroups of each CTA, with references for arrays.
+
+    Args:
+      body: A CTA's work.
+      operands: A tree of arrays.
+      make: A tree of `jax.ShapeDtypeStruct`.
+      scratch: A tree of what is to be in shared memory.
+      num_ctas: CTAs.
+      name: Of the launch.
+      interpret: ``plgpu.InterpretGPUParams``, or None.
+
+    Returns:
+      What ``make`` describes.
+    """
+    flat, trees = zip(*map(jax.tree.flatten, (operands, make, scratch)), strict=True)
+    leaves, structs, held = flat
+    ends = len(leaves), len(leaves) + len(structs)
+
+    def run(*refs: Any) -> None:
+        parts = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
+        body(*map(jax.tree.unflatten, trees, parts))
+
+    made = plgpu.kernel(
+        run,
+        out_type=structs,
+        grid=(num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=held,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        kernel_name=name,
+        interpret=interpret,
+    )(*leaves)
+    return jax.tree.unflatten(trees[1], made)

@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from moe_pallas.configs.schema import GroupedGemmConfig
 from moe_pallas.kernels import _gather, _mgpu
-from moe_pallas.kernels._persistent import NUMBERS, Persistent
+from moe_pallas.kernels._persistent import NUMBERS, Persistent, ring_scratch, run_roles
 
 _RUN = 64  # rows of a step; rows and columns of a result that are stored together
 _TILE_M, _TILE_N = 128, 256
@@ -274,8 +274,8 @@ def _consume(launch: _Launch, consumer: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0)  # the block outlives its stores
 
 
-def _kernel(*refs: Any, unflatten: Any, **statics: Any) -> None:
-    launch = _Launch(*unflatten(refs), **statics)
+def _kernel(*trees: Any, **statics: Any) -> None:
+    launch = _Launch(*trees, **statics)
     launch.run(functools.partial(_produce, launch), functools.partial(_consume, launch))
 
 
@@ -320,7 +320,6 @@ def weight_gradient(
     dtype, num_experts, stages = left.dtype, len(groups.size), config.num_stages
     out_dtype = jnp.dtype(dtype if out_dtype is None else out_dtype)
     num_columns = left.shape[1], right.shape[1]
-    assert stages < NUMBERS, stages
     assert (objection := supports(*num_columns)) is None, objection
     branches = 2 if is_interleaved else 1
     tile = _mgpu.operand_transforms(dtype)
@@ -333,40 +332,22 @@ def weight_gradient(
         results=plgpu.SMEM(
             (2, together, _RUN, _RUN), out_dtype, transforms=_mgpu.operand_transforms(out_dtype)
         ),
-        words=plgpu.SMEM((NUMBERS + 2,), jnp.int32),
-        landed=plgpu.SMEM((stages, 2), jnp.int32) if interpret is None else None,
         full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) if arrivals else None,
-        empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        drawn=plgpu.Barrier(num_arrivals=1, num_barriers=NUMBERS),
+        **ring_scratch(stages, interpret is None),
     )
     operands = _Operands(left, right, groups, _mgpu.new_flags(0) if interpret is None else None)
-    leaves, tree = jax.tree.flatten(operands)
-    scratch_leaves, scratch_tree = jax.tree.flatten(scratch)
     m, n = num_columns
     shape = (num_experts, m // 2, 2, n) if is_interleaved else (num_experts, m, n)
-
-    def unflatten(refs: tuple[Any, ...]) -> tuple[Any, ...]:
-        given, (out, *held) = refs[: len(leaves)], refs[len(leaves) :]
-        return jax.tree.unflatten(tree, given), out, jax.tree.unflatten(scratch_tree, held)
-
-    found = plgpu.kernel(
-        functools.partial(
-            _kernel,
-            unflatten=unflatten,
-            rows=rows,
-            branches=branches,
-            config=config,
-            num_ctas=num_ctas,
-            interpret=interpret is not None,
-        ),
-        out_type=jax.ShapeDtypeStruct(shape, out_dtype),
-        grid=(num_ctas,),
-        grid_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=scratch_leaves,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        kernel_name=name,
-        interpret=interpret,
-    )(*leaves)
+    body = functools.partial(
+        _kernel,
+        rows=rows,
+        branches=branches,
+        config=config,
+        num_ctas=num_ctas,
+        interpret=interpret is not None,
+    )
+    made = jax.ShapeDtypeStruct(shape, out_dtype)
+    found: jax.Array = run_roles(
+        body, operands, made, scratch, num_ctas=num_ctas, name=name, interpret=interpret
+    )
     return found.reshape(num_experts, m, n)
