@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from failure_cases import assert_close_by_expert, assert_same_bits, experts_of, poison_memory
-from interpreted import make_routing, without_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import interpreted, make_routing, without_races
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -115,19 +114,11 @@ def test_interpreted(name: str) -> None:
     nowhere = (routing.topk_ids < 0).all(1)
     dirty_x[nowhere], dirty_d_y[nowhere] = np.nan, np.nan
     arrays = [dirty.get(n) for n in ("w13", "w2", "b13", "b2")]
-
-    def run() -> gradients.Gradients:
-        return gradients.gradients(
-            *jax.tree.map(jnp.asarray, (dirty_d_y, dirty_x, routing, *arrays)),
-            spec,
-            weight_dtype=jnp.float32 if "relu2" in name else None,
-            config=CONFIG,
-            num_ctas=num_ctas,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-
-    got = without_races(run)
-    assert got.w13.dtype == (jnp.float32 if "relu2" in name else jnp.bfloat16)
+    weight_dtype = jnp.float32 if "relu2" in name else None
+    options: Any = {"spec": spec, "weight_dtype": weight_dtype, "config": CONFIG, "num_ctas": num_ctas}
+    program = interpreted(gradients.gradients, **options)
+    got = without_races(program, dirty_d_y, dirty_x, routing, *arrays)
+    assert got.w13.dtype == (weight_dtype or jnp.bfloat16)
     check(got, params, x, routing, d_y, spec)
 
 
@@ -136,14 +127,13 @@ def test_saved_products_interpreted() -> None:
     spec = make_spec(swiglu_limit=0.5, top_k=1, num_experts=2)
     params, x = experts_of(random_params(spec, dtype="bfloat16")), random_tokens(spec, 12, dtype="bfloat16")
     routing = make_routing(spec, 12)
-    arrays = jax.tree.map(jnp.asarray, (x, routing, params["w13"], params["w2"]))
-    launch: Any = {"config": CONFIG, "num_ctas": 1, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
-    y, products = without_races(
-        lambda: grouped_gemm.fused_experts(*arrays, None, None, spec, saves=True, **launch)
+    arrays = x, routing, params["w13"], params["w2"], None, None
+    plain, saving = (
+        interpreted(grouped_gemm.fused_experts, spec=spec, config=CONFIG, num_ctas=1, saves=saves)
+        for saves in (False, True)
     )
-    assert_same_bits(
-        y, without_races(lambda: grouped_gemm.fused_experts(*arrays, None, None, spec, **launch))
-    )
+    y, products = without_races(saving, *arrays)
+    assert_same_bits(y, without_races(plain, *arrays))
     first = 0
     for expert in range(2):
         rows = x[routing.topk_ids[:, 0] == expert].astype(np.float64)

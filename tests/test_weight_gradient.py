@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from failure_cases import assert_close_by_expert, assert_same_bits
-from interpreted import without_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import interpreted, without_races
 from numpy.typing import NDArray
 
 from moe_pallas.configs.schema import GroupedGemmConfig
@@ -84,17 +83,9 @@ def test_interpreted(name: str) -> None:
     sizes, m, n, rows, out_dtype, num_ctas = CASES[name]
     dtype = jnp.float16 if out_dtype == "float16" else jnp.bfloat16
     inputs = make_inputs(sizes, m, n, rows, dtype)
-    got = without_races(
-        lambda: weight_gradient(
-            *jax.tree.map(jnp.asarray, inputs[:3]),
-            rows,
-            name="weight_gradient",
-            out_dtype=out_dtype,
-            config=GroupedGemmConfig(),
-            num_ctas=num_ctas,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-    )
+    options: Any = {"rows": rows, "out_dtype": out_dtype, "num_ctas": num_ctas}
+    program = interpreted(weight_gradient, name="weight_gradient", config=GroupedGemmConfig(), **options)
+    got = without_races(program, *inputs[:3])
     assert got.dtype == out_dtype
     check(got, inputs, RTOL[out_dtype])
 
@@ -102,17 +93,9 @@ def test_interpreted(name: str) -> None:
 def test_interleaved_interpreted() -> None:
     """Left's columns are those of gate, then up; the result's rows take turns."""
     inputs = make_inputs((5, 3), 384, 128, (PLANNED, TOKENS))
-    got = without_races(
-        lambda: weight_gradient(
-            *jax.tree.map(jnp.asarray, inputs[:3]),
-            (PLANNED, TOKENS),
-            name="weight_gradient",
-            is_interleaved=True,
-            config=GroupedGemmConfig(),
-            num_ctas=2,
-            interpret=plgpu.InterpretGPUParams(detect_races=True),
-        )
-    )
+    options: Any = {"rows": (PLANNED, TOKENS), "is_interleaved": True, "num_ctas": 2}
+    program = interpreted(weight_gradient, name="weight_gradient", config=GroupedGemmConfig(), **options)
+    got = without_races(program, *inputs[:3])
     want = inputs.want.reshape(2, 2, 192, 128).swapaxes(1, 2).reshape(2, 384, 128)
     check(got, inputs._replace(want=want), RTOL["bfloat16"])
 
